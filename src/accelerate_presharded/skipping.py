@@ -1,0 +1,117 @@
+# Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
+"""A pass over a loader that begins some batches later, without rebuilding the loader."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from .sharding import read
+
+
+class Pass:
+    """
+    One pass over a loader, begun behind its first batches.
+
+    A plain map-style `DataLoader` passes over their indices and loads none of their samples. One whose `__iter__` is
+    its own may turn an index batch into any number of batches, and one with a state counts what it has read, so these
+    are read and dropped, as streams are.
+
+    Args:
+        loader (`torch.utils.data.DataLoader` or any iterable of batches): The loader.
+        num_batches (`int`, *optional*, defaults to 0): How many batches to leave out.
+
+    **Available attributes:**
+
+        - **skipped_batches** (`int`) -- How many batches there were to leave out.
+        - **skipped_samples** (`int`) -- How many samples they hold.
+    """
+
+    def __init__(self, loader: Any, num_batches: int = 0):
+        self.skipped_batches = 0
+        self.skipped_samples = 0
+        if num_batches and _draws_indices(loader):
+            self._batches = self._open_behind(loader, num_batches)
+        else:
+            self._batches = iter(loader)
+            for batch in itertools.islice(self._batches, num_batches):
+                self.count(size_of(batch))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+    def count(self, size: int | None) -> None:
+        """Count a batch that was left out, of so many samples."""
+        self.skipped_batches += 1
+        self.skipped_samples += 1 if size is None else size
+
+    def _open_behind(self, loader: DataLoader, num_batches: int) -> Iterator[Any]:
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        own = vars(loader)
+        kept = own[name]
+        # DataLoader refuses the assignment of a sampler, but an iterator takes it up when it is made and never again.
+        # Persistent workers belong to an iterator with the old one, so they have to be started anew.
+        own[name], own["_iterator"] = _Behind(kept, num_batches, self), None
+        try:
+            return iter(loader)
+        finally:
+            own[name] = kept
+
+
+class _Behind:
+    """A sampler that leaves out its first items the first time it is iterated."""
+
+    def __init__(self, sampler: Iterable, num_items: int, opened: Pass):
+        self.sampler = sampler
+        self.num_items = num_items
+        self.opened = opened
+
+    def __iter__(self) -> Iterator[Any]:
+        items = iter(self.sampler)
+        for indices in itertools.islice(items, self.num_items):
+            self.opened.count(len(indices) if isinstance(indices, list) else None)
+        self.num_items = 0
+        return items
+
+    def __len__(self) -> int:
+        return max(0, len(self.sampler) - self.num_items)
+
+
+def size_of(batch: Any) -> int | None:
+    """
+    Count the samples in a batch: the first dimension of its first tensor, or else the length of the list that it is.
+
+    Args:
+        batch (`Any`): What a loader yields: a tensor or any nesting of tensors, lists, dictionaries and objects.
+
+    Returns:
+        `int` or `None`: `None` if nothing in it has a length.
+    """
+    tensor = _first_tensor(batch)
+    if tensor is not None:
+        return tensor.shape[0]
+    if isinstance(batch, Mapping):
+        batch = next(iter(batch.values()), None)
+    return len(batch) if isinstance(batch, Sized) and not isinstance(batch, (str, bytes, Mapping)) else None
+
+
+def _first_tensor(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(batch, (Mapping, list, tuple)):
+        return None
+    return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)
+
+
+def _draws_indices(loader: Any) -> bool:
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not isinstance(loader.dataset, IterableDataset)
+        and not callable(read(loader, "state_dict"))
+    )
