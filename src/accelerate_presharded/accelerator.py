@@ -196,7 +196,7 @@ class Accelerator(accelerate.Accelerator):
         """
         loader = self.gradient_state.active_dataloader
         if isinstance(loader, PreshardedDataLoader):
-            return gather_real(input_data, loader.count, use_gather_object)
+            return gather_real(input_data, loader.samples_in_step, use_gather_object)
         return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
 
     def join_uneven_inputs(self, joinables, even_batches=None):

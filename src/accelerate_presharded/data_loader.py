@@ -123,7 +123,7 @@ class PreshardedDataLoader(DataLoaderShard):
         self._num_batches = count_batches(dataloader)
         self._has_said = False
         self._state = None
-        self.count = Count(None, 0)
+        self._count = Count(None, 0)
 
     @property
     def __class__(self):
@@ -147,7 +147,7 @@ class PreshardedDataLoader(DataLoaderShard):
             batch = step.batch
             if self.device is not None:
                 batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
-            self.count = counter.count(step)
+            self._count = counter.count(step)
             self._state = step.state
             self.end_of_dataloader = step.is_last
             yield batch
@@ -251,6 +251,11 @@ class PreshardedDataLoader(DataLoaderShard):
         if num_samples is None:
             raise TypeError(f"The number of samples in {describe(self.base_dataloader)} is not known beforehand.")
         return num_samples
+
+    @property
+    def samples_in_step(self) -> Count:
+        """How many samples the current step has on this rank, and how many of them are real."""
+        return self._count
 
     def state_dict(self) -> Any:
         return self.base_dataloader.state_dict() if self._state is None else self._state

@@ -60,6 +60,7 @@ class Source:
         self._take_state = take_state
         self._own: Iterator[Any] | None = None
         self._num_own = 0
+        self._num_replayed = 0
         self._replays: Iterator[Any] | None = None
         self._ended = False
         self._end_state = None
@@ -67,11 +68,7 @@ class Source:
 
     def own(self) -> tuple[Any, Any] | None:
         """Read the next batch of the rank's own pass, and the state behind it; `None` when there is none left."""
-        if self._own is None:
-            opened = Pass(self._loader, self._start)
-            self._own, self._num_own = iter(opened), opened.skipped_batches
-            self._num_replayed = self._start - opened.skipped_batches
-            self.skipped_samples = opened.skipped_samples
+        self._open()
         batch = _NOTHING if self._ended else next(self._own, _NOTHING)
         if batch is _NOTHING:
             self.end_state()
@@ -88,6 +85,7 @@ class Source:
 
     def replay(self) -> tuple[Any, Any]:
         """Read the next batch of a replay, beginning anew as often as needed."""
+        self._open()
         if self._replays is None:
             # A pass that was begun behind its own end begins in the middle of a replay.
             self._replays = iter(Pass(self._loader, self._num_replayed % max(1, self._num_own)))
@@ -102,6 +100,14 @@ class Source:
                 "`even_batches=False` and train under `join_uneven_inputs`."
             )
         return batch, self._end_state
+
+    def _open(self) -> None:
+        # Not when the source is made, but in the pass, where the other ranks hear of an error.
+        if self._own is None:
+            opened = Pass(self._loader, self._start)
+            self._own, self._num_own = iter(opened), opened.skipped_batches
+            self._num_replayed = self._start - opened.skipped_batches
+            self.skipped_samples = opened.skipped_samples
 
     @property
     def is_empty(self) -> bool:
