@@ -108,14 +108,14 @@ class PreshardedDataLoader(DataLoaderShard):
         # What Accelerate calls a stateful loader is one that it built itself and whose state it writes for all ranks
         # to the same file.
         self.use_stateful_dataloader = False
+        self.gradient_state = GradientState()
         self.device = device
-        self.rng_types = rng_types
-        self.synchronized_generator = synchronized_generator
-        self.skip_batches = skip_batches
         self.num_processes = num_processes
         self.process_index = process_index
-        self.gradient_state = GradientState()
+        self.rng_types = rng_types
         self.even_batches = even_batches
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
         self._non_blocking = non_blocking
         self._epochs = Epochs(dataloader)
         self._plan = plan
@@ -381,40 +381,25 @@ def prepare_data_loader(
     """
     if is_prepared(dataloader) and already_sharded is not False:
         return dataloader
-    wrapped = wrap_presharded(
-        dataloader,
-        device=device,
-        num_processes=num_processes,
-        process_index=process_index,
-        split_batches=split_batches,
-        put_on_device=put_on_device,
-        rng_types=rng_types,
-        dispatch_batches=dispatch_batches,
-        even_batches=even_batches,
-        use_seedable_sampler=use_seedable_sampler,
-        non_blocking=non_blocking,
-        use_stateful_dataloader=use_stateful_dataloader,
-        torch_device_mesh=torch_device_mesh,
-        already_sharded=already_sharded,
-    )
+    settings = {
+        "device": device,
+        "num_processes": num_processes,
+        "process_index": process_index,
+        "put_on_device": put_on_device,
+        "split_batches": split_batches,
+        "dispatch_batches": dispatch_batches,
+        "even_batches": even_batches,
+        "rng_types": rng_types,
+        "non_blocking": non_blocking,
+        "use_seedable_sampler": use_seedable_sampler,
+        "use_stateful_dataloader": use_stateful_dataloader,
+        "torch_device_mesh": torch_device_mesh,
+    }
+    wrapped = wrap_presharded(dataloader, already_sharded=already_sharded, **settings)
     if wrapped is not None:
         return wrapped
     return accelerate.data_loader.prepare_data_loader(
-        dataloader,
-        device=device,
-        num_processes=num_processes,
-        process_index=process_index,
-        split_batches=split_batches,
-        put_on_device=put_on_device,
-        rng_types=rng_types,
-        dispatch_batches=dispatch_batches,
-        even_batches=even_batches,
-        slice_fn_for_dispatch=slice_fn_for_dispatch,
-        use_seedable_sampler=use_seedable_sampler,
-        data_seed=data_seed,
-        non_blocking=non_blocking,
-        use_stateful_dataloader=use_stateful_dataloader,
-        torch_device_mesh=torch_device_mesh,
+        dataloader, slice_fn_for_dispatch=slice_fn_for_dispatch, data_seed=data_seed, **settings
     )
 
 
