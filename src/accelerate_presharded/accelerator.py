@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import accelerate
 
+from .checkpointing import load_with_loaders, save_with_loaders
 from .data_loader import (
     PreshardedDataLoader,
     leave_presharded_alone,
@@ -224,3 +225,61 @@ class Accelerator(accelerate.Accelerator):
         if any(isinstance(loader, PreshardedDataLoader) for loader in self._dataloaders):
             return join_with_presharded(self, super().join_uneven_inputs, joinables, even_batches)
         return super().join_uneven_inputs(joinables, even_batches=even_batches)
+
+    def save_state(self, output_dir=None, safe_serialization=True, **save_model_func_kwargs):
+        """
+        Save what Accelerate saves, and how far each rank has come in its already sharded loaders.
+
+        Args:
+            output_dir (`str` or `os.PathLike`, *optional*):
+                The folder to save to, as for Accelerate's own [`~accelerate.Accelerator.save_state`].
+            safe_serialization (`bool`, *optional*, defaults to `True`):
+                Whether to save the model with `safetensors`.
+            save_model_func_kwargs (`dict`, *optional*):
+                More arguments for saving the model.
+
+        Returns:
+            `str`: The folder.
+
+        Example:
+
+        ```python
+        >>> from accelerate_presharded import Accelerator
+
+        >>> accelerator = Accelerator()
+        >>> folder = accelerator.save_state("checkpoint")
+        ```
+        """
+        save_with_loaders(self)
+        return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
+
+    def load_state(self, input_dir=None, load_kwargs=None, **load_model_func_kwargs):
+        """
+        Load what Accelerate loads, and have each rank go on where it had come to in its already sharded loaders.
+
+        A loader that keeps a state of its own goes on with its next batch. Any other gets its epoch back, and
+        [`Accelerator.skip_first_batches`] with the loader's `batches_yielded` goes to the batch.
+
+        Args:
+            input_dir (`str` or `os.PathLike`, *optional*):
+                The folder to load from, as for Accelerate's own [`~accelerate.Accelerator.load_state`].
+            load_kwargs (`dict`, *optional*):
+                More arguments for loading the model.
+            load_model_func_kwargs (`dict`, *optional*):
+                More arguments for loading the model.
+
+        Raises:
+            `ValueError`: The state of a loader is missing on some ranks, broken, or that of another number of ranks.
+            The same on all ranks, and nothing is loaded.
+
+        Example:
+
+        ```python
+        >>> from accelerate_presharded import Accelerator
+
+        >>> accelerator = Accelerator()
+        >>> accelerator.load_state(accelerator.save_state("checkpoint"))
+        ```
+        """
+        load_with_loaders(self)
+        return super().load_state(input_dir, load_kwargs=load_kwargs, **load_model_func_kwargs)

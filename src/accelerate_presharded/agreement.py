@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -182,9 +182,6 @@ def agree(facts: Facts, timeout: float | None = None) -> Plan:
     """
     Post the facts of a presharded loader, wait for those of the other ranks, and return the plan.
 
-    The number of messages does not grow with the number of ranks: the last rank to come reads what all have posted
-    and posts the plan, or the error, that the others wait for.
-
     Args:
         facts ([`Facts`]): What this rank has to say.
         timeout (`float`, *optional*):
@@ -198,24 +195,57 @@ def agree(facts: Facts, timeout: float | None = None) -> Plan:
         `ValueError`: The same on every rank that waits: what [`settle`] refuses, a rank that takes the loader for an
         ordinary one, or a rank that has not come in time.
     """
-    if timeout is None:
-        timeout = timeout_from_environment()
-    store, world_size, counters = _Exchange.current()
-    key = f"{_KEY}/{counters.number()}"
-    site = counters.site()
-    store.append(f"{key}/facts", json.dumps(asdict(facts)) + "\n")
-    if store.add(f"{key}/count", 1) == world_size:
-        verdict = _verdict(_parse(store.get(f"{key}/facts")))
-    else:
-        verdict = _wait(store, key, site, world_size, timeout)
-    # Whoever speaks first decides for all: a rank that comes too late hears the error that the others have raised.
-    verdict = json.loads(store.compare_set(f"{key}/verdict", "", json.dumps(verdict)))
-    if store.add(f"{key}/count", 1) == 2 * world_size:
-        for name in ("facts", "count", "verdict"):
-            store.delete_key(f"{key}/{name}")
-    if "error" in verdict:
-        raise ValueError(verdict["error"])
-    return Plan(**verdict["plan"])
+    site = _Exchange.current()[2].site()
+
+    def look(posted: list[dict], missing: list[int]) -> str | None:
+        store = _Exchange.current()[0]
+        ordinary = _facts(_parse(store.get(site))) if store.check([site]) else []
+        disagreeing = [fact for fact in ordinary if fact.rank in missing]
+        return _disagreement(_facts(posted), disagreeing) if disagreeing else None
+
+    def absence(posted: list[dict], missing: list[int], seconds: float) -> str:
+        return _absence(min(_facts(posted), key=lambda fact: fact.rank).loader, missing, seconds)
+
+    decided = _decide_together(asdict(facts), lambda posted: asdict(settle(_facts(posted))), absence, look, timeout)
+    return Plan(**decided)
+
+
+def agree_on_loading(what: str, problem: str | None, timeout: float | None = None) -> bool:
+    """
+    Find out whether every rank can load its part of something, before any rank does.
+
+    Args:
+        what (`str`): What is loaded, in messages.
+        problem (`str`, *optional*): Why this rank cannot load its part; `""` if there is nothing to load.
+        timeout (`float`, *optional*): As in [`agree`].
+
+    Returns:
+        `bool`: `True` if every rank has a part, `False` if none has.
+
+    Raises:
+        `ValueError`: Some rank cannot load its part, or has none while others have, or has not come in time. The same
+        on every rank.
+    """
+
+    def decide(posted: list[dict]) -> dict[str, Any]:
+        posted = sorted(posted, key=lambda entry: entry["rank"])
+        missing = [entry["rank"] for entry in posted if entry["problem"] == ""]
+        problems = [f"Rank {entry['rank']}: {entry['problem']}" for entry in posted if entry["problem"]]
+        if missing and len(missing) < len(posted):
+            problems.append(f"{named(missing).capitalize()} none, which is there for every rank or for none.")
+        if problems:
+            more = f" The same kind of thing on {len(problems) - 3} more ranks." if len(problems) > 3 else ""
+            raise ValueError(f"{what} cannot be loaded, and nothing was. {' '.join(problems[:3])}{more}")
+        return {"found": not missing}
+
+    def absence(posted: list[dict], missing: list[int], seconds: float) -> str:
+        return (
+            f"{what} cannot be loaded: within {seconds:g} seconds {named(missing)} not come to load. Call `load_state` "
+            f"on every rank, or set {TIMEOUT_VARIABLE} to more seconds."
+        )
+
+    entry = {"rank": dist.get_rank(), "problem": problem}
+    return _decide_together(entry, decide, absence, None, timeout)["found"]
 
 
 def refuse(rank: int, reason: str) -> None:
@@ -246,7 +276,7 @@ def post_ordinary(facts: Facts) -> str | None:
     store, world_size, counters = _Exchange.current()
     key = counters.site()
     store.append(key, json.dumps(asdict(facts)) + "\n")
-    posted = _parse(store.get(key))
+    posted = _facts(_parse(store.get(key)))
     if store.add(f"{key}/count", 1) == world_size:
         store.delete_key(key)
         store.delete_key(f"{key}/count")
@@ -308,34 +338,61 @@ def reports(number: int) -> list[tuple[int, str]]:
     return sorted((rank, text) for rank, text in map(json.loads, store.get(key).decode().splitlines()))
 
 
-def _verdict(posted: list[Facts]) -> dict[str, Any]:
-    try:
-        return {"plan": asdict(settle(posted))}
-    except ValueError as error:
-        return {"error": str(error)}
+def _decide_together(
+    entry: dict[str, Any],
+    decide: Callable[[list[dict]], dict[str, Any]],
+    absence: Callable[[list[dict], list[int], float], str],
+    look: Callable[[list[dict], list[int]], str | None] | None,
+    timeout: float | None,
+) -> dict[str, Any]:
+    """
+    Post an entry, and return what the ranks decide when all entries are there, or raise the error that they decide.
 
+    The number of messages of a rank does not grow with the number of ranks: the last one to come reads what all have
+    posted, decides, and posts the decision that the others wait for.
+    """
+    timeout = timeout_from_environment() if timeout is None else timeout
+    store, world_size, counters = _Exchange.current()
+    key = f"{_KEY}/{counters.number()}"
 
-def _wait(store: dist.Store, key: str, site: str, world_size: int, timeout: float) -> dict[str, Any]:
-    deadline = time.monotonic() + timeout
-    next_look = time.monotonic() + 1.0
-    pause = 0.0005
-    # Not `store.wait`: it complains on stderr whenever its time is up, and a look around needs short times.
-    while not store.check([f"{key}/verdict"]):
-        now = time.monotonic()
-        if now >= min(next_look, deadline):
-            next_look = now + 1.0
-            posted = _parse(store.get(f"{key}/facts"))
-            missing = sorted(set(range(world_size)) - {fact.rank for fact in posted})
-            ordinary = _parse(store.get(site)) if store.check([site]) else []
-            disagreeing = [fact for fact in ordinary if fact.rank in missing]
-            if disagreeing:
-                return {"error": _disagreement(posted, disagreeing)}
-            if now >= deadline:
-                # All have come if the last one died before it could speak for all: then anyone can.
-                return {"error": _absence(posted, missing, timeout)} if missing else _verdict(posted)
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)
-    return json.loads(store.get(f"{key}/verdict"))
+    def verdict(posted: list[dict]) -> dict[str, Any]:
+        try:
+            return {"decided": decide(posted)}
+        except ValueError as error:
+            return {"error": str(error)}
+
+    def wait() -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+        next_look = time.monotonic() + 1.0
+        pause = 0.0005
+        # Not `store.wait`: it complains on stderr whenever its time is up, and a look around needs short times.
+        while not store.check([f"{key}/verdict"]):
+            now = time.monotonic()
+            if now >= min(next_look, deadline):
+                next_look = now + 1.0
+                posted = _parse(store.get(f"{key}/entries"))
+                missing = sorted(set(range(world_size)) - {entry["rank"] for entry in posted})
+                seen = look(posted, missing) if look is not None and missing else None
+                if seen is not None:
+                    return {"error": seen}
+                if now >= deadline:
+                    # All have come if the last one died before it could speak for all: then anyone can.
+                    return {"error": absence(posted, missing, timeout)} if missing else verdict(posted)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return json.loads(store.get(f"{key}/verdict"))
+
+    store.append(f"{key}/entries", json.dumps(entry) + "\n")
+    is_last = store.add(f"{key}/count", 1) == world_size
+    mine = verdict(_parse(store.get(f"{key}/entries"))) if is_last else wait()
+    # Whoever speaks first decides for all: a rank that comes too late hears the error that the others have raised.
+    decided = json.loads(store.compare_set(f"{key}/verdict", "", json.dumps(mine)))
+    if store.add(f"{key}/count", 1) == 2 * world_size:
+        for name in ("entries", "count", "verdict"):
+            store.delete_key(f"{key}/{name}")
+    if "error" in decided:
+        raise ValueError(decided["error"])
+    return decided["decided"]
 
 
 def _disagreement(posted: list[Facts], disagreeing: list[Facts]) -> str:
@@ -346,8 +403,7 @@ def _disagreement(posted: list[Facts], disagreeing: list[Facts]) -> str:
     )
 
 
-def _absence(posted: list[Facts], missing: list[int], timeout: float) -> str:
-    loader = min(posted, key=lambda fact: fact.rank).loader
+def _absence(loader: str, missing: list[int], timeout: float) -> str:
     return (
         f"{loader} is already sharded, so every rank has to prepare its own, but within {timeout:g} seconds "
         f"{named(missing)} not prepared any. Call `prepare` on every rank, pass `already_sharded=False` on all of "
@@ -363,8 +419,12 @@ def _difference(first: Facts, other: Facts) -> str:
     return f"{contents(first)}, and {contents(other)}"
 
 
-def _parse(posted: bytes) -> list[Facts]:
-    return [Facts(**json.loads(line)) for line in posted.decode().splitlines()]
+def _parse(posted: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in posted.decode().splitlines()]
+
+
+def _facts(posted: list[dict[str, Any]]) -> list[Facts]:
+    return [Facts(**entry) for entry in posted]
 
 
 class _Exchange:

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from .agreement import Facts, Plan, agree, can_speak, post_ordinary, refuse
 from .counting import count_batches, count_real, count_samples, draws_single_items
-from .epochs import Epochs
 from .evening import Channel, Source, Step, alone, counted, together
 from .metrics import Count
+from .progress import VERSION, Progress
 from .sharding import find_sharding, is_already_sharded, mismatch, read, sharded_by_sampler, walk_samplers
 from .skipping import size_of
 
@@ -117,12 +117,11 @@ class PreshardedDataLoader(DataLoaderShard):
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
         self._non_blocking = non_blocking
-        self._epochs = Epochs(dataloader)
+        self._progress = Progress(dataloader)
         self._plan = plan
         self._counts_samples = counts_samples
         self._num_batches = count_batches(dataloader)
         self._has_said = False
-        self._state = None
         self._count = Count(None, 0)
 
     @property
@@ -136,27 +135,26 @@ class PreshardedDataLoader(DataLoaderShard):
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.begin()
-        self._epochs.begin()
         # A pass that is cut short begins anew from the start: what was skipped once is not skipped again.
-        start, self.skip_batches = self.skip_batches, 0
-        has_batch = False
-        source = Source(self.base_dataloader, start, self._take_state())
-        counter = _Counter(self.base_dataloader, source, self._counts_samples)
-        for step in self._steps(source, start):
-            has_batch = True
+        skip, self.skip_batches = self.skip_batches, 0
+        source = self._progress.begin(skip)
+        counter = _Counter(self.base_dataloader, source, self._progress.samples, self._counts_samples)
+        batches = source.start
+        for step in self._steps(source):
             batch = step.batch
             if self.device is not None:
                 batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
+            batches += 1
             self._count = counter.count(step)
-            self._state = step.state
+            self._progress.advance(batches, counter.samples, step.mark)
             self.end_of_dataloader = step.is_last
             yield batch
-        # Accelerate does not count an epoch without batches either, unless they were all skipped.
-        if has_batch or start:
-            self.iteration += 1
+        # Accelerate does not count an epoch without batches either.
+        if batches:
+            self._progress.end()
         self.end()
 
-    def _steps(self, source: Source, start: int) -> Iterator[Step]:
+    def _steps(self, source: Source) -> Iterator[Step]:
         if self._plan is None or not self.even_batches or not dist.is_initialized():
             return alone(source)
         said: list[str] = []
@@ -176,7 +174,7 @@ class PreshardedDataLoader(DataLoaderShard):
                 f"{describe(self.base_dataloader)} had {self._num_batches} batches when it was prepared, but it has "
                 f"{num_batches} now, and the other ranks do not know. Prepare it again on every rank."
             )
-        return counted(source, start, num_batches, self._plan, say)
+        return counted(source, num_batches, self._plan, say)
 
     def __len__(self) -> int:
         steps = None if self._plan is None or not self.even_batches else self._plan.steps()
@@ -189,11 +187,11 @@ class PreshardedDataLoader(DataLoaderShard):
 
     @property
     def iteration(self) -> int:
-        return self._epochs.current
+        return self._progress.epochs.current
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:
-        self._epochs.current = epoch
+        self._progress.epochs.current = epoch
 
     def set_epoch(self, epoch: int) -> None:
         """
@@ -217,7 +215,7 @@ class PreshardedDataLoader(DataLoaderShard):
         3
         ```
         """
-        self._epochs.set(epoch)
+        self._progress.epochs.set(epoch)
 
     @property
     def total_batch_size(self) -> int:
@@ -231,10 +229,12 @@ class PreshardedDataLoader(DataLoaderShard):
         Return a loader over the same data that leaves out its first batches, once.
 
         Args:
-            num_batches (`int`): How many batches to leave out, beside those that this one leaves out.
+            num_batches (`int`):
+                How many batches to leave out, beside those that this one leaves out. Where a loader goes on from a
+                saved state by itself, those before that state are among them.
 
         Returns:
-            [`PreshardedDataLoader`]: It shares the wrapped loader and the epoch counter with this one.
+            [`PreshardedDataLoader`]: It shares the wrapped loader and its progress with this one.
 
         Raises:
             `ValueError`: `num_batches` is negative.
@@ -257,12 +257,91 @@ class PreshardedDataLoader(DataLoaderShard):
         """How many samples the current step has on this rank, and how many of them are real."""
         return self._count
 
-    def state_dict(self) -> Any:
-        return self.base_dataloader.state_dict() if self._state is None else self._state
+    @property
+    def batches_yielded(self) -> int:
+        """How many batches this rank has yielded in the epoch, or had when the state was saved that was loaded."""
+        return self._progress.batches
 
-    def _take_state(self) -> Callable[[], Any] | None:
-        state_dict = read(self.base_dataloader, "state_dict")
-        return state_dict if callable(state_dict) else None
+    def state_dict(self) -> dict[str, Any]:
+        """
+        Return how far this rank has come: what the loop has seen, not what was read ahead.
+
+        Returns:
+            `dict[str, Any]`: The version, the data-parallel size, and this rank's part under `"rank_<index>"`, so that
+            the dictionaries of all ranks can be put into one.
+
+        Example:
+
+        ```python
+        >>> from torch.utils.data import DataLoader
+        >>> from accelerate_presharded import PreshardedDataLoader
+
+        >>> loader = PreshardedDataLoader(DataLoader(range(8)))
+        >>> for batch in loader:
+        ...     break
+        >>> loader.state_dict()["rank_0"]["batches"]
+        1
+        ```
+        """
+        part = self._progress.to_dict(self.process_index)
+        return {"version": VERSION, "num_processes": self.num_processes, f"rank_{self.process_index}": part}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Go on from a state that [`~PreshardedDataLoader.state_dict`] has returned on this rank.
+
+        A wrapped loader that keeps a state of its own goes on with its next batch. Any other gets its epoch back, and
+        [`skip_first_batches`] with [`~PreshardedDataLoader.batches_yielded`] goes to the batch.
+
+        Args:
+            state_dict (`dict[str, Any]`): The state, alone or with those of other ranks.
+
+        Raises:
+            `ValueError`: It is not such a state, or that of another number of ranks, rank, version or kind of loader.
+            Nothing is changed then.
+
+        Example:
+
+        ```python
+        >>> from torch.utils.data import DataLoader
+        >>> from accelerate_presharded import PreshardedDataLoader
+
+        >>> loader = PreshardedDataLoader(DataLoader(range(8)))
+        >>> loader.load_state_dict(PreshardedDataLoader(DataLoader(range(8))).state_dict())
+        ```
+        """
+        self._progress.from_dict(self.check_state_dict(state_dict))
+
+    def check_state_dict(self, state_dict: Any) -> dict[str, Any]:
+        """
+        Check that a state can be loaded, without loading it.
+
+        Args:
+            state_dict (`Any`): What was found.
+
+        Returns:
+            `dict[str, Any]`: The part of this rank.
+
+        Raises:
+            `ValueError`: As in [`~PreshardedDataLoader.load_state_dict`].
+        """
+        if not isinstance(state_dict, dict) or "version" not in state_dict:
+            raise ValueError("what was found is not the state of an already sharded loader")
+        if state_dict["version"] != VERSION:
+            raise ValueError(f"the state has version {state_dict['version']!r}, and version {VERSION} was expected")
+        if state_dict.get("num_processes") != self.num_processes:
+            raise ValueError(
+                f"the state was saved on {state_dict.get('num_processes')!r} data-parallel ranks, and there are "
+                f"{self.num_processes} now"
+            )
+        own = f"rank_{self.process_index}"
+        if own not in state_dict:
+            found = ", ".join(str(key).replace("_", " ") for key in state_dict if str(key).startswith("rank_"))
+            raise ValueError(
+                f"the state is that of {found or 'no rank'}, and that of rank {self.process_index} was expected"
+            )
+        self._progress.check(state_dict[own])
+        return state_dict[own]
 
     def __reduce__(self):
         # Not the default: pickle would ask for `__class__`, which is the wrapped loader's.
@@ -273,21 +352,22 @@ class PreshardedDataLoader(DataLoaderShard):
 class _Counter:
     """How many samples of each step are real: none of a replay, and of the others those before the padding."""
 
-    def __init__(self, dataloader: Any, source: Source, counts_samples: bool):
+    def __init__(self, dataloader: Any, source: Source, samples: int, counts_samples: bool):
         self._single = draws_single_items(dataloader)
         self._real = count_real(dataloader) if counts_samples else 0
-        self._source = source
-        self._position: int | None = None
+        self._source: Source | None = source
+        self.samples = samples
 
     def count(self, step: Step) -> Count:
-        if self._position is None:
-            self._position = self._source.skipped_samples
+        if self._source is not None:
+            self.samples += self._source.skipped_samples
+            self._source = None
         size = None if self._single else size_of(step.batch)
         number = 1 if size is None else size
         if step.is_replay:
             return Count(size, 0)
-        real = number if self._real is None else min(max(self._real - self._position, 0), number)
-        self._position += number
+        real = number if self._real is None else min(max(self._real - self.samples, 0), number)
+        self.samples += number
         return Count(size, real)
 
 

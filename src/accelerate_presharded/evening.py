@@ -28,12 +28,27 @@ class Step(NamedTuple):
         batch (`Any`): What the loader has yielded.
         is_last (`bool`): Whether no step follows, on any rank that goes on in step with this one.
         is_replay (`bool`): Whether this rank has yielded the batch before in this epoch.
-        state (`Any`): The loader's state behind this batch, where it has to be taken before another is read.
+        mark ([`Mark`]): Where the rank's loader is behind this batch.
     """
 
     batch: Any
     is_last: bool
     is_replay: bool
+    mark: Mark
+
+
+class Mark(NamedTuple):
+    """
+    Where a rank's loader is in an epoch.
+
+    Args:
+        batches (`int`): How many batches of the rank's own pass lie behind.
+        ended (`bool`): Whether the pass has come to its end, so that only replays can follow.
+        state (`Any`): The loader's own state there, if it keeps one.
+    """
+
+    batches: int = 0
+    ended: bool = False
     state: Any = None
 
 
@@ -47,48 +62,78 @@ class Source:
     Args:
         loader (`torch.utils.data.DataLoader` or any iterable of batches): The rank's own loader.
         start (`int`, *optional*, defaults to 0): At which step to begin.
-        take_state (`Callable`, *optional*): Called after each batch that is read, for the state behind it.
+        read_state (`Callable`, *optional*): Returns the loader's own state, if it keeps one.
+        resumed (`tuple[int, Mark]`, *optional*):
+            The step at which the loader was left, and where it was there. It goes on from there by itself.
+        begin_order (`torch.Tensor`, *optional*): The random numbers with which the epoch began, see [`Pass`].
 
     **Available attributes:**
 
-        - **skipped_samples** (`int`) -- How many samples the steps before `start` hold, known with the first batch.
+        - **start** (`int`) -- As above.
+        - **skipped_samples** (`int`) -- How many samples the steps that are skipped here hold, known with the first
+          batch.
     """
 
-    def __init__(self, loader: Any, start: int = 0, take_state: Callable[[], Any] | None = None):
-        self._loader = loader
-        self._start = start
-        self._take_state = take_state
-        self._own: Iterator[Any] | None = None
-        self._num_own = 0
-        self._num_replayed = 0
-        self._replays: Iterator[Any] | None = None
-        self._ended = False
-        self._end_state = None
+    def __init__(
+        self,
+        loader: Any,
+        start: int = 0,
+        read_state: Callable[[], Any] | None = None,
+        resumed: tuple[int, Mark] | None = None,
+        begin_order: torch.Tensor | None = None,
+    ):
+        step, mark = resumed or (0, Mark())
+        self.start = max(start, step)
         self.skipped_samples = 0
+        self._loader = loader
+        self._read_state = read_state or (lambda: None)
+        self._begin_order = begin_order
+        self._num_own, self._ended, self._end_state = mark
+        # What lies between the step at which the loader was left and the one at which to begin.
+        self._num_to_skip = self.start - step
+        self._num_replayed = self.start - mark.batches if mark.ended else 0
+        self._goes_on_in_replay = mark.ended and step > mark.batches
+        self._own: Iterator[Any] | None = None
+        self._replays: Iterator[Any] | None = None
 
-    def own(self) -> tuple[Any, Any] | None:
-        """Read the next batch of the rank's own pass, and the state behind it; `None` when there is none left."""
-        self._open()
-        batch = _NOTHING if self._ended else next(self._own, _NOTHING)
+    def own(self) -> tuple[Any, Mark] | None:
+        """Read the next batch of the rank's own pass, and where the loader is then; `None` when there is none left."""
+        if self._ended:
+            return None
+        if self._own is None:
+            # Not when the source is made, but in the pass, where the other ranks hear of an error.
+            opened = Pass(self._loader, self._num_to_skip, self._begin_order)
+            self._own = iter(opened)
+            batch = next(self._own, _NOTHING)
+            self._num_own += opened.skipped_batches
+            self._num_replayed = self._num_to_skip - opened.skipped_batches
+            self.skipped_samples = opened.skipped_samples
+        else:
+            batch = next(self._own, _NOTHING)
         if batch is _NOTHING:
-            self.end_state()
+            self._ended, self._end_state = True, self._read_state()
             return None
         self._num_own += 1
-        return batch, self._take_state and self._take_state()
+        return batch, Mark(self._num_own, False, self._read_state())
 
-    def end_state(self) -> Any:
-        """Return the state behind the end of the rank's own pass, which a replay does not change."""
-        if not self._ended:
-            self._ended = True
-            self._end_state = self._take_state and self._take_state()
-        return self._end_state
+    def end(self) -> Mark:
+        """Return where the loader was when its own pass had come to its end."""
+        return Mark(self._num_own, True, self._end_state)
 
-    def replay(self) -> tuple[Any, Any]:
+    def replay(self) -> tuple[Any, Mark]:
         """Read the next batch of a replay, beginning anew as often as needed."""
-        self._open()
-        if self._replays is None:
-            # A pass that was begun behind its own end begins in the middle of a replay.
+        if self.own() is not None:
+            raise RuntimeError(f"The loader was to yield {self._num_own - 1} batches, but it yields more.")
+        if self._replays is None and self._goes_on_in_replay:
+            # The loader was left in the middle of a replay and goes on there by itself.
+            self._replays = iter(self._loader)
+            for _ in range(self._num_to_skip):
+                self._next_replay()
+        elif self._replays is None:
             self._replays = iter(Pass(self._loader, self._num_replayed % max(1, self._num_own)))
+        return self._next_replay(), Mark(self._num_own, True, self._read_state())
+
+    def _next_replay(self) -> Any:
         batch = next(self._replays, _NOTHING)
         if batch is _NOTHING:
             self._replays = iter(self._loader)
@@ -99,15 +144,7 @@ class Source:
                 "is nothing to repeat while other ranks go on. Give it an `__iter__` that starts anew, or pass "
                 "`even_batches=False` and train under `join_uneven_inputs`."
             )
-        return batch, self._end_state
-
-    def _open(self) -> None:
-        # Not when the source is made, but in the pass, where the other ranks hear of an error.
-        if self._own is None:
-            opened = Pass(self._loader, self._start)
-            self._own, self._num_own = iter(opened), opened.skipped_batches
-            self._num_replayed = self._start - opened.skipped_batches
-            self.skipped_samples = opened.skipped_samples
+        return batch
 
     @property
     def is_empty(self) -> bool:
@@ -127,18 +164,17 @@ def alone(source: Source) -> Iterator[Step]:
     """
     upcoming = source.own()
     while upcoming is not None:
-        (batch, state), upcoming = upcoming, source.own()
+        (batch, mark), upcoming = upcoming, source.own()
         is_last = upcoming is None
-        yield Step(batch, is_last, False, source.end_state() if is_last else state)
+        yield Step(batch, is_last, False, source.end() if is_last else mark)
 
 
-def counted(source: Source, start: int, own: int, plan: Plan, say: Callable[[str], None]) -> Iterator[Step]:
+def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) -> Iterator[Step]:
     """
     Go through a rank's batches to a number of steps on which the ranks have settled.
 
     Args:
-        source ([`Source`]): The rank's batches, begun at `start`.
-        start (`int`): The number of the first step.
+        source ([`Source`]): The rank's batches.
         own (`int`): How many batches the rank has of its own.
         plan ([`Plan`]): What the ranks have settled on, the number of steps included.
         say (`Callable`): Called with a sentence when the ranks begin to repeat batches, or stop with some left.
@@ -151,23 +187,23 @@ def counted(source: Source, start: int, own: int, plan: Plan, say: Callable[[str
     """
     steps = plan.steps()
     uneven = f"rank {plan.shortest_rank} has {plan.shortest} batches and rank {plan.longest_rank} has {plan.longest}"
-    for number in range(start, steps):
-        if number == max(start, plan.shortest):
+    for number in range(source.start, steps):
+        if number == max(source.start, plan.shortest):
             say(
                 f"{uneven}, so ranks without a batch repeat theirs from the beginning until all have made {steps} steps"
             )
         read = source.own() if number < own else source.replay()
         if read is None:
             raise RuntimeError(f"The loader was to yield {own} batches, but it has yielded {number}.")
-        batch, state = read
+        batch, mark = read
         if number + 1 == own:
             # Let the pass come to its end, as it would in a loop of the user's.
             if source.own() is not None:
                 raise RuntimeError(f"The loader was to yield {own} batches, but it yields more.")
-            state = source.end_state()
+            mark = source.end()
         if number + 1 == steps < plan.longest:
             say(f"{uneven}, so all stop after {steps} steps, because of `drop_last=True`")
-        yield Step(batch, number + 1 == steps, number >= own, state)
+        yield Step(batch, number + 1 == steps, number >= own, mark)
 
 
 def together(
@@ -226,7 +262,7 @@ def together(
                 except Exception as error:
                     turn.fail(error)
                     raise
-            batch, state = current
+            batch, mark = current
             current, holders = upcoming, turn.hear(next_word)
             is_last = not takes_place(holders)
             if not is_last:
@@ -238,7 +274,7 @@ def together(
                         f"{channel.world_size - holders} of {channel.world_size} ranks have no batch left after "
                         f"{num_steps} steps, so all stop, because of `drop_last=True`"
                     )
-            yield Step(batch, is_last, is_replay, state)
+            yield Step(batch, is_last, is_replay, mark)
         turn.end()
     finally:
         turn.leave()

@@ -24,18 +24,22 @@ class Pass:
     Args:
         loader (`torch.utils.data.DataLoader` or any iterable of batches): The loader.
         num_batches (`int`, *optional*, defaults to 0): How many batches to leave out.
+        begin_order (`torch.Tensor`, *optional*):
+            The state of torch's random number generator with which an earlier pass began. The order of the samples is
+            drawn with it again, so that the batches that are left out are those of that pass; everything that is drawn
+            afterwards goes on from the present state.
 
     **Available attributes:**
 
-        - **skipped_batches** (`int`) -- How many batches there were to leave out.
+        - **skipped_batches** (`int`) -- How many batches there were to leave out, known with the first that is not.
         - **skipped_samples** (`int`) -- How many samples they hold.
     """
 
-    def __init__(self, loader: Any, num_batches: int = 0):
+    def __init__(self, loader: Any, num_batches: int = 0, begin_order: torch.Tensor | None = None):
         self.skipped_batches = 0
         self.skipped_samples = 0
         if num_batches and _draws_indices(loader):
-            self._batches = self._open_behind(loader, num_batches)
+            self._batches = self._open_behind(loader, num_batches, begin_order)
         else:
             self._batches = iter(loader)
             for batch in itertools.islice(self._batches, num_batches):
@@ -49,13 +53,16 @@ class Pass:
         self.skipped_batches += 1
         self.skipped_samples += 1 if size is None else size
 
-    def _open_behind(self, loader: DataLoader, num_batches: int) -> Iterator[Any]:
+    def _open_behind(self, loader: DataLoader, num_batches: int, begin_order: torch.Tensor | None) -> Iterator[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         own = vars(loader)
         kept = own[name]
         # DataLoader refuses the assignment of a sampler, but an iterator takes it up when it is made and never again.
         # Persistent workers belong to an iterator with the old one, so they have to be started anew.
-        own[name], own["_iterator"] = _Behind(kept, num_batches, self), None
+        present = None if begin_order is None else torch.get_rng_state()
+        own[name], own["_iterator"] = _Behind(kept, num_batches, self, present), None
+        if begin_order is not None:
+            torch.set_rng_state(begin_order)
         try:
             return iter(loader)
         finally:
@@ -65,17 +72,23 @@ class Pass:
 class _Behind:
     """A sampler that leaves out its first items the first time it is iterated."""
 
-    def __init__(self, sampler: Iterable, num_items: int, opened: Pass):
+    def __init__(self, sampler: Iterable, num_items: int, opened: Pass, present: torch.Tensor | None):
         self.sampler = sampler
         self.num_items = num_items
         self.opened = opened
+        self.present = present
 
     def __iter__(self) -> Iterator[Any]:
+        # Drawn when the first item is asked for and not before, as samplers do, so that the random numbers that the
+        # loader takes for itself in between are the same.
         items = iter(self.sampler)
         for indices in itertools.islice(items, self.num_items):
             self.opened.count(len(indices) if isinstance(indices, list) else None)
         self.num_items = 0
-        return items
+        if self.present is not None:
+            torch.set_rng_state(self.present)
+            self.present = None
+        yield from items
 
     def __len__(self) -> int:
         return max(0, len(self.sampler) - self.num_items)

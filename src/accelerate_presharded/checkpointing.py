@@ -1,0 +1,128 @@
+# Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
+"""One state of each presharded loader a rank, beside what Accelerate saves."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.logging import get_logger
+from accelerate.state import PartialState
+
+from .agreement import agree_on_loading
+from .data_loader import PreshardedDataLoader
+
+
+logger = get_logger(__name__)
+
+
+def save_with_loaders(accelerator: accelerate.Accelerator) -> None:
+    """
+    Have the next `save_state`, and every one after it, save the states of presharded loaders too.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]): Whose loaders are meant.
+    """
+    hook = _SaveHook(accelerator)
+    if hook not in accelerator._save_model_state_pre_hook.values():
+        accelerator.register_save_state_pre_hook(hook)
+
+
+def load_with_loaders(accelerator: accelerate.Accelerator) -> None:
+    """
+    Have the next `load_state`, and every one after it, load the states of presharded loaders too.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]): Whose loaders are meant.
+    """
+    hook = _LoadHook(accelerator)
+    if hook not in accelerator._load_model_state_pre_hook.values():
+        accelerator.register_load_state_pre_hook(hook)
+
+
+class _Hook:
+    """Accelerate calls its hooks with the folder, which only it knows, and before it saves or loads anything."""
+
+    def __init__(self, accelerator: accelerate.Accelerator):
+        self._accelerator = accelerator
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def files(self, folder: str | os.PathLike) -> dict[Path, PreshardedDataLoader]:
+        rank = self._accelerator.process_index
+        return {
+            Path(folder) / f"presharded_loader_{number}_rank_{rank}.bin": loader
+            for number, loader in enumerate(self._accelerator._dataloaders)
+            if isinstance(loader, PreshardedDataLoader)
+        }
+
+
+class _SaveHook(_Hook):
+    def __call__(self, models: list, weights: list, output_dir: str) -> None:
+        files = self.files(output_dir)
+        for path, loader in files.items():
+            _write(loader.state_dict(), path)
+        if files:
+            # When `save_state` has returned on one rank, what it has saved is there for all.
+            PartialState().wait_for_everyone()
+
+
+class _LoadHook(_Hook):
+    def __call__(self, models: list, input_dir: str) -> None:
+        files = self.files(input_dir)
+        if not files:
+            return
+        found, problem = {}, None
+        for path, loader in files.items():
+            if not path.exists():
+                continue
+            try:
+                found[loader] = torch.load(path, map_location="cpu", weights_only=True)
+                loader.check_state_dict(found[loader])
+            except Exception as error:  # whatever a broken or foreign file brings up
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                problem = f"{path.name}: {reason[0]}."
+                break
+        if problem is None and len(found) < len(files):
+            missing = ", ".join(path.name for path, loader in files.items() if loader not in found)
+            problem = f"{missing} is missing." if found else ""
+        if _every_rank_has_found(problem, input_dir):
+            for loader, state in found.items():
+                loader.load_state_dict(state)
+        else:
+            logger.warning(
+                f"{input_dir} holds no state of the already sharded loaders, so they begin with epoch 0. Call their "
+                "`set_epoch` and `skip_first_batches` to go on elsewhere."
+            )
+
+
+def _every_rank_has_found(problem: str | None, folder: str) -> bool:
+    what = f"The state of the already sharded loaders in {folder}"
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return agree_on_loading(what, problem)
+    if problem:
+        raise ValueError(f"{what} cannot be loaded, and nothing was. {problem}")
+    return problem is None
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    # In one piece or not at all: a rank may be stopped at any moment.
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,238 @@
+# Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
+"""How far a rank has come in its loader, in a form that can be saved and read back without executing anything."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset
+
+from .epochs import Epochs
+from .evening import Mark, Source
+from .sharding import read, walk_samplers
+
+
+VERSION = 1
+
+# The entries of a rank's part, by type. Everything of variable form is in the last.
+_ENTRIES = {
+    "process_index": int,
+    "epoch": int,
+    "batches": int,
+    "samples": int,
+    "own_batches": int,
+    "own_ended": bool,
+    "loader": bytes,
+}
+
+
+class Progress:
+    """
+    The epoch that a loader is in and how far it has come in it, shared by all loaders that go over the same data.
+
+    Args:
+        loader (`torch.utils.data.DataLoader` or any iterable of batches): The loader that is wrapped.
+
+    **Available attributes:**
+
+        - **epochs** ([`Epochs`]) -- The number of the epoch, and who has to hear of it.
+        - **batches** (`int`) -- How many batches the rank has yielded in the epoch, replays included.
+        - **samples** (`int`) -- How many samples they hold, replays left out.
+        - **keeps_state** (`bool`) -- Whether the wrapped loader has a state of its own with which it can go on.
+    """
+
+    def __init__(self, loader: Any):
+        self.epochs = Epochs(loader)
+        self.batches = 0
+        self.samples = 0
+        self._mark = Mark()
+        self._loader = loader
+        self._is_resumed = False
+        self._random: dict[str, Any] | None = None
+
+    @property
+    def keeps_state(self) -> bool:
+        return self._holder() is not None
+
+    def begin(self, skip: int) -> Source:
+        """
+        Begin a pass, in the middle of the epoch if a saved state says so.
+
+        Args:
+            skip (`int`): At which step of the epoch to begin at the earliest.
+
+        Returns:
+            [`Source`]: The batches from there on.
+        """
+        self.epochs.begin()
+        holder = self._holder()
+        read_state = None if holder is None else holder.state_dict
+        is_resumed, self._is_resumed = self._is_resumed, False
+        if is_resumed and holder is not None:
+            return Source(self._loader, skip, read_state, resumed=(self.batches, self._mark))
+        begin_order = self._random["torch"] if is_resumed and skip and self._random else None
+        self.batches, self.samples, self._mark = 0, 0, Mark()
+        if begin_order is None:
+            self._random = None if holder is not None else self._random_state()
+        return Source(self._loader, skip, read_state, begin_order=begin_order)
+
+    def advance(self, batches: int, samples: int, mark: Mark) -> None:
+        """
+        Note that a batch is about to be yielded.
+
+        Args:
+            batches (`int`): How many have been yielded with it.
+            samples (`int`): How many samples they hold, replays left out.
+            mark ([`Mark`]): Where the loader is behind it.
+        """
+        self.batches, self.samples, self._mark = batches, samples, mark
+
+    def end(self) -> None:
+        """Note that the epoch has come to its end."""
+        self.epochs.current += 1
+        # The wrapped loader's state is asked for when it is needed: nothing is read ahead between epochs.
+        self.batches, self.samples, self._mark, self._random = 0, 0, Mark(), None
+
+    def to_dict(self, process_index: int) -> dict[str, Any]:
+        """
+        Return the progress as plain data.
+
+        Args:
+            process_index (`int`): The data-parallel index of this rank.
+
+        Returns:
+            `dict[str, Any]`: Numbers, and one entry of bytes.
+        """
+        holder = self._holder()
+        state = self._mark.state
+        if state is None and holder is not None:
+            state = holder.state_dict()
+        return {
+            "process_index": process_index,
+            "epoch": int(self.epochs.current),
+            "batches": self.batches,
+            "samples": self.samples,
+            "own_batches": self._mark.batches,
+            "own_ended": self._mark.ended,
+            "loader": _pack({"state": state, "random": self._random or self._random_state()}),
+        }
+
+    def check(self, entries: Any) -> dict[str, Any]:
+        """
+        Check that something is what [`~Progress.to_dict`] returns and that this loader can take it.
+
+        Args:
+            entries (`Any`): What was found.
+
+        Returns:
+            `dict[str, Any]`: The unpacked last entry.
+
+        Raises:
+            `ValueError`: It is something else, or the state of a loader of another kind.
+        """
+        if not isinstance(entries, dict) or any(
+            type(entries.get(name)) is not kind for name, kind in _ENTRIES.items()
+        ):
+            raise ValueError("what was found is not the state of a loader")
+        inner = _unpack(entries["loader"])
+        if (inner["state"] is not None) != self.keeps_state:
+            had, has = ("had", "has none") if inner["state"] is not None else ("had none of its own", "has")
+            raise ValueError(f"the loader that was saved {had} a state, and the one that is to go on {has}")
+        return inner
+
+    def from_dict(self, entries: dict[str, Any]) -> None:
+        """
+        Go on from a saved progress.
+
+        Args:
+            entries (`dict[str, Any]`): What [`~Progress.to_dict`] has returned.
+
+        Raises:
+            `ValueError`: See [`~Progress.check`].
+        """
+        inner = self.check(entries)
+        if inner["state"] is not None:
+            self._holder().load_state_dict(inner["state"])
+        for generator, state in zip(self._generators(), inner["random"]["generators"]):
+            generator.set_state(state)
+        self.epochs.set(entries["epoch"])
+        self.batches, self.samples = entries["batches"], entries["samples"]
+        self._mark = Mark(entries["own_batches"], entries["own_ended"], inner["state"])
+        self._random = inner["random"] if entries["batches"] else None
+        self._is_resumed = True
+
+    def _holder(self) -> Any:
+        """Find who keeps the state: the loader, or a stream that is read in this process."""
+        dataset = read(self._loader, "dataset")
+        for candidate in (self._loader, dataset):
+            if candidate is dataset and (
+                read(self._loader, "num_workers") or not isinstance(dataset, IterableDataset)
+            ):
+                continue
+            state_dict, load_state_dict = read(candidate, "state_dict"), read(candidate, "load_state_dict")
+            if callable(state_dict) and callable(load_state_dict) and not _has_required_arguments(state_dict):
+                return candidate
+        return None
+
+    def _generators(self) -> list[torch.Generator]:
+        """The random number generators that the order of the samples may come from, besides torch's own."""
+        found = [read(obj, "generator") for _, obj in walk_samplers(self._loader)]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _random_state(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state(), "generators": [each.get_state() for each in self._generators()]}
+
+
+def _has_required_arguments(function: Callable) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
+def _pack(data: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(_plain(data), buffer)
+    return buffer.getvalue()
+
+
+def _unpack(packed: bytes) -> Any:
+    # `weights_only`: what is read is data, whoever wrote it.
+    return _unplain(torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True))
+
+
+# numpy's arrays and Python's deques are data too, but torch does not read them back without executing something.
+_ARRAY, _DEQUE = "__numpy_array__", "__deque__"
+
+
+def _plain(data: Any) -> Any:
+    if isinstance(data, numpy.generic):
+        return data.item()
+    if isinstance(data, numpy.ndarray):
+        return {_ARRAY: torch.from_numpy(numpy.ascontiguousarray(data))}
+    if isinstance(data, collections.deque):
+        return {_DEQUE: [_plain(value) for value in data]}
+    if isinstance(data, dict):
+        return {_plain(key): _plain(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)) and not hasattr(data, "_fields"):
+        return type(data)(_plain(value) for value in data)
+    return data
+
+
+def _unplain(data: Any) -> Any:
+    if isinstance(data, dict):
+        if data.keys() == {_ARRAY}:
+            return data[_ARRAY].numpy()
+        if data.keys() == {_DEQUE}:
+            return collections.deque(_unplain(value) for value in data[_DEQUE])
+        return {key: _unplain(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(_unplain(value) for value in data)
+    return data
