@@ -138,6 +138,10 @@ class PreshardedDataLoader(DataLoaderShard):
         # A pass that is cut short begins anew from the start: what was skipped once is not skipped again.
         skip, self.skip_batches = self.skip_batches, 0
         source = self._progress.begin(skip)
+        if source is None:
+            self._progress.end()
+            self.end()
+            return
         counter = _Counter(self.base_dataloader, source, self._progress.samples, self._counts_samples)
         batches = source.start
         for step in self._steps(source):
@@ -146,7 +150,7 @@ class PreshardedDataLoader(DataLoaderShard):
                 batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
             batches += 1
             self._count = counter.count(step)
-            self._progress.advance(batches, counter.samples, step.mark)
+            self._progress.advance(batches, counter.samples, step.mark, source, step.is_last)
             self.end_of_dataloader = step.is_last
             yield batch
         # Accelerate does not count an epoch without batches either.

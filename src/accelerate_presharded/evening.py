@@ -43,12 +43,12 @@ class Mark(NamedTuple):
 
     Args:
         batches (`int`): How many batches of the rank's own pass lie behind.
-        ended (`bool`): Whether the pass has come to its end, so that only replays can follow.
-        state (`Any`): The loader's own state there, if it keeps one.
+        in_replay (`bool`): Whether the batch is one of a replay, which follows when the pass has come to its end.
+        state (`Any`): The loader's own state behind the batch, if it keeps one.
     """
 
     batches: int = 0
-    ended: bool = False
+    in_replay: bool = False
     state: Any = None
 
 
@@ -64,12 +64,17 @@ class Source:
         start (`int`, *optional*, defaults to 0): At which step to begin.
         read_state (`Callable`, *optional*): Returns the loader's own state, if it keeps one.
         resumed (`tuple[int, Mark]`, *optional*):
-            The step at which the loader was left, and where it was there. It goes on from there by itself.
-        begin_order (`torch.Tensor`, *optional*): The random numbers with which the epoch began, see [`Pass`].
+            The step at which the loader was left, and where it was there. It goes on from there by itself if it keeps a
+            state; without one it can only have been left in a replay.
+        begin_order (`torch.Tensor`, *optional*):
+            The random numbers with which the pass began in which the loader was left, see [`Pass`].
+        on_pass (`Callable`, *optional*): Called before each pass over the loader, its own and every replay.
 
     **Available attributes:**
 
         - **start** (`int`) -- As above.
+        - **ended** (`bool`) -- Whether the rank's own pass has come to its end.
+        - **end_state** (`Any`) -- The loader's own state then, if it keeps one.
         - **skipped_samples** (`int`) -- How many samples the steps that are skipped here hold, known with the first
           batch.
     """
@@ -81,28 +86,32 @@ class Source:
         read_state: Callable[[], Any] | None = None,
         resumed: tuple[int, Mark] | None = None,
         begin_order: torch.Tensor | None = None,
+        on_pass: Callable[[], None] | None = None,
     ):
         step, mark = resumed or (0, Mark())
+        self._is_resumed = resumed is not None
         self.start = max(start, step)
         self.skipped_samples = 0
         self._loader = loader
         self._read_state = read_state or (lambda: None)
         self._begin_order = begin_order
-        self._num_own, self._ended, self._end_state = mark
+        self._on_pass = on_pass or (lambda: None)
+        self._num_own, self.ended = mark.batches, mark.in_replay
+        self.end_state = None
         # What lies between the step at which the loader was left and the one at which to begin.
         self._num_to_skip = self.start - step
-        self._num_replayed = self.start - mark.batches if mark.ended else 0
-        self._goes_on_in_replay = mark.ended and step > mark.batches
+        self._num_replayed = self.start - mark.batches if mark.in_replay else 0
+        self._goes_on_in_replay = mark.in_replay and read_state is not None
         self._own: Iterator[Any] | None = None
         self._replays: Iterator[Any] | None = None
 
     def own(self) -> tuple[Any, Mark] | None:
         """Read the next batch of the rank's own pass, and where the loader is then; `None` when there is none left."""
-        if self._ended:
+        if self.ended:
             return None
         if self._own is None:
             # Not when the source is made, but in the pass, where the other ranks hear of an error.
-            opened = Pass(self._loader, self._num_to_skip, self._begin_order)
+            opened = self._pass(self._num_to_skip)
             self._own = iter(opened)
             batch = next(self._own, _NOTHING)
             self._num_own += opened.skipped_batches
@@ -111,14 +120,10 @@ class Source:
         else:
             batch = next(self._own, _NOTHING)
         if batch is _NOTHING:
-            self._ended, self._end_state = True, self._read_state()
+            self.ended, self.end_state = True, self._read_state()
             return None
         self._num_own += 1
         return batch, Mark(self._num_own, False, self._read_state())
-
-    def end(self) -> Mark:
-        """Return where the loader was when its own pass had come to its end."""
-        return Mark(self._num_own, True, self._end_state)
 
     def replay(self) -> tuple[Any, Mark]:
         """Read the next batch of a replay, beginning anew as often as needed."""
@@ -130,14 +135,16 @@ class Source:
             for _ in range(self._num_to_skip):
                 self._next_replay()
         elif self._replays is None:
-            self._replays = iter(Pass(self._loader, self._num_replayed % max(1, self._num_own)))
+            self._replays = iter(self._pass(self._num_replayed % max(1, self._num_own)))
         return self._next_replay(), Mark(self._num_own, True, self._read_state())
 
     def _next_replay(self) -> Any:
         batch = next(self._replays, _NOTHING)
-        if batch is _NOTHING:
-            self._replays = iter(self._loader)
-            batch = next(self._replays, _NOTHING)
+        # A loader that goes on from a state at the very end of a pass may take another pass to find that out.
+        for _ in range(2 if self._is_resumed else 1):
+            if batch is _NOTHING:
+                self._replays = iter(self._pass(0))
+                batch = next(self._replays, _NOTHING)
         if batch is _NOTHING:
             raise RuntimeError(
                 f"The loader has yielded {self._num_own} batches and yields none when it is iterated again, so there "
@@ -146,10 +153,16 @@ class Source:
             )
         return batch
 
+    def _pass(self, num_to_skip: int) -> Pass:
+        begin_order, self._begin_order = self._begin_order, None
+        if begin_order is None:
+            self._on_pass()
+        return Pass(self._loader, num_to_skip, begin_order)
+
     @property
     def is_empty(self) -> bool:
         """Whether the rank's own pass has come to its end without a single batch."""
-        return self._ended and self._num_own == 0
+        return self.ended and self._num_own == 0
 
 
 def alone(source: Source) -> Iterator[Step]:
@@ -165,8 +178,7 @@ def alone(source: Source) -> Iterator[Step]:
     upcoming = source.own()
     while upcoming is not None:
         (batch, mark), upcoming = upcoming, source.own()
-        is_last = upcoming is None
-        yield Step(batch, is_last, False, source.end() if is_last else mark)
+        yield Step(batch, upcoming is None, False, mark)
 
 
 def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) -> Iterator[Step]:
@@ -196,11 +208,9 @@ def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) ->
         if read is None:
             raise RuntimeError(f"The loader was to yield {own} batches, but it has yielded {number}.")
         batch, mark = read
-        if number + 1 == own:
-            # Let the pass come to its end, as it would in a loop of the user's.
-            if source.own() is not None:
-                raise RuntimeError(f"The loader was to yield {own} batches, but it yields more.")
-            mark = source.end()
+        # Let the pass come to its end, as it would in a loop of the user's.
+        if number + 1 == own and source.own() is not None:
+            raise RuntimeError(f"The loader was to yield {own} batches, but it yields more.")
         if number + 1 == steps < plan.longest:
             say(f"{uneven}, so all stop after {steps} steps, because of `drop_last=True`")
         yield Step(batch, number + 1 == steps, number >= own, mark)

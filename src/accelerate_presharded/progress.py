@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import inspect
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ _ENTRIES = {
     "batches": int,
     "samples": int,
     "own_batches": int,
+    "in_replay": bool,
+    "is_last": bool,
     "own_ended": bool,
     "loader": bytes,
 }
@@ -52,15 +55,18 @@ class Progress:
         self.batches = 0
         self.samples = 0
         self._mark = Mark()
+        self._is_last = False
+        self._own_ended = False
         self._loader = loader
         self._is_resumed = False
+        # Of the beginning of the pass that is under way; where none is, those of the present count.
         self._random: dict[str, Any] | None = None
 
     @property
     def keeps_state(self) -> bool:
         return self._holder() is not None
 
-    def begin(self, skip: int) -> Source:
+    def begin(self, skip: int) -> Source | None:
         """
         Begin a pass, in the middle of the epoch if a saved state says so.
 
@@ -68,36 +74,53 @@ class Progress:
             skip (`int`): At which step of the epoch to begin at the earliest.
 
         Returns:
-            [`Source`]: The batches from there on.
+            [`Source`] or `None`: The batches from there on; `None` if the state was saved behind the last batch.
         """
         self.epochs.begin()
         holder = self._holder()
         read_state = None if holder is None else holder.state_dict
+        resumed = begin_order = None
         is_resumed, self._is_resumed = self._is_resumed, False
-        if is_resumed and holder is not None:
-            return Source(self._loader, skip, read_state, resumed=(self.batches, self._mark))
-        begin_order = self._random["torch"] if is_resumed and skip and self._random else None
-        self.batches, self.samples, self._mark = 0, 0, Mark()
-        if begin_order is None:
-            self._random = None if holder is not None else self._random_state()
-        return Source(self._loader, skip, read_state, begin_order=begin_order)
+        if is_resumed and self._is_last and (holder is not None or skip):
+            for _ in range(self._passes_cut_short() if holder is self._loader else 0):
+                # Each of them has drawn an order, which the next epoch's follows.
+                next(iter(self._loader), None)
+            return None
+        if is_resumed and (holder is not None or skip == self.batches):
+            begin_order = self._random and self._random["torch"]
+            if holder is not None or self._mark.in_replay:
+                resumed = (self.batches, self._mark)
+            else:
+                self.samples = 0  # they are counted while they are skipped
+        else:
+            self._reset()
+        return Source(self._loader, skip, read_state, resumed, begin_order, self._note_random_state)
 
-    def advance(self, batches: int, samples: int, mark: Mark) -> None:
+    def advance(self, batches: int, samples: int, mark: Mark, source: Source, is_last: bool) -> None:
         """
         Note that a batch is about to be yielded.
 
         Args:
+            source ([`Source`]): Where it comes from.
+            is_last (`bool`): Whether it is the last of the epoch.
             batches (`int`): How many have been yielded with it.
             samples (`int`): How many samples they hold, replays left out.
             mark ([`Mark`]): Where the loader is behind it.
         """
         self.batches, self.samples, self._mark = batches, samples, mark
+        self._is_last = is_last
+        if is_last:
+            self._own_ended = source.ended
+            if source.ended:
+                self._mark = mark._replace(state=source.end_state)
+            # What follows is another pass, which begins with the random numbers of that time.
+            self._random = None
 
     def end(self) -> None:
         """Note that the epoch has come to its end."""
         self.epochs.current += 1
         # The wrapped loader's state is asked for when it is needed: nothing is read ahead between epochs.
-        self.batches, self.samples, self._mark, self._random = 0, 0, Mark(), None
+        self._reset()
 
     def to_dict(self, process_index: int) -> dict[str, Any]:
         """
@@ -113,14 +136,17 @@ class Progress:
         state = self._mark.state
         if state is None and holder is not None:
             state = holder.state_dict()
+        random = self._random or self._random_state()
         return {
             "process_index": process_index,
             "epoch": int(self.epochs.current),
             "batches": self.batches,
             "samples": self.samples,
             "own_batches": self._mark.batches,
-            "own_ended": self._mark.ended,
-            "loader": _pack({"state": state, "random": self._random or self._random_state()}),
+            "in_replay": self._mark.in_replay,
+            "is_last": self._is_last,
+            "own_ended": self._own_ended,
+            "loader": _pack({"state": state, "random": random, "mid_pass": self._random is not None}),
         }
 
     def check(self, entries: Any) -> dict[str, Any]:
@@ -157,15 +183,28 @@ class Progress:
             `ValueError`: See [`~Progress.check`].
         """
         inner = self.check(entries)
-        if inner["state"] is not None:
-            self._holder().load_state_dict(inner["state"])
+        holder = self._holder()
+        # A stream goes on from any state with what follows it. Behind the last batch nothing does: it begins anew.
+        if inner["state"] is not None and (holder is self._loader or not entries["is_last"]):
+            holder.load_state_dict(inner["state"])
         for generator, state in zip(self._generators(), inner["random"]["generators"]):
             generator.set_state(state)
         self.epochs.set(entries["epoch"])
         self.batches, self.samples = entries["batches"], entries["samples"]
-        self._mark = Mark(entries["own_batches"], entries["own_ended"], inner["state"])
-        self._random = inner["random"] if entries["batches"] else None
+        self._mark = Mark(entries["own_batches"], entries["in_replay"], inner["state"])
+        self._is_last, self._own_ended = entries["is_last"], entries["own_ended"]
+        self._random = inner["random"] if inner["mid_pass"] else None
         self._is_resumed = True
+
+    def _passes_cut_short(self) -> int:
+        """Count the passes of a complete epoch of which the loader's state, as it was saved, does not know the end."""
+        if not self._own_ended:
+            return 1  # all ranks have stopped with the shortest
+        return math.ceil((self.batches - self._mark.batches) / max(1, self._mark.batches))
+
+    def _reset(self) -> None:
+        self.batches = self.samples = 0
+        self._mark, self._is_last, self._own_ended, self._random = Mark(), False, False, None
 
     def _holder(self) -> Any:
         """Find who keeps the state: the loader, or a stream that is read in this process."""
@@ -184,6 +223,9 @@ class Progress:
         """The random number generators that the order of the samples may come from, besides torch's own."""
         found = [read(obj, "generator") for _, obj in walk_samplers(self._loader)]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def _note_random_state(self) -> None:
+        self._random = None if self.keeps_state else self._random_state()
 
     def _random_state(self) -> dict[str, Any]:
         return {"torch": torch.get_rng_state(), "generators": [each.get_state() for each in self._generators()]}
