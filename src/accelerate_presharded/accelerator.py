@@ -9,7 +9,7 @@ from .checkpointing import load_with_loaders, save_with_loaders
 from .data_loader import (
     PreshardedDataLoader,
     leave_presharded_alone,
-    prepare_flagged,
+    note_flags,
     skip_first_batches,
     warn_of_scheduler,
 )
@@ -71,7 +71,7 @@ class Accelerator(accelerate.Accelerator):
         >>> train, test = accelerator.prepare(train, test, already_sharded=[True, False])
         ```
         """
-        args = prepare_flagged(self, args, device_placement, already_sharded)
+        args = note_flags(self, args, device_placement, already_sharded)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_data_loader(

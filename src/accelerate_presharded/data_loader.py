@@ -608,6 +608,9 @@ def leave_presharded_alone(
     Returns:
         `Any`: A loader that counts as prepared, or an ordinary loader as it came.
     """
+    if already_sharded is None:
+        noted, flag = getattr(accelerator, "_flagged_loaders", {}).pop(id(data_loader), (None, None))
+        already_sharded = flag if noted is data_loader else None
     if not is_prepared(data_loader) or already_sharded is False:
         if device_placement is None:
             on_xla = accelerator.distributed_type == DistributedType.XLA
@@ -636,14 +639,14 @@ def leave_presharded_alone(
     return data_loader
 
 
-def prepare_flagged(
+def note_flags(
     accelerator: accelerate.Accelerator,
     objects: tuple,
     device_placement: list[bool] | None,
     already_sharded: bool | list[bool | None] | None,
 ) -> tuple:
     """
-    Prepare those objects of a call of `prepare` that are loaders for which the call says whether they are sharded.
+    Note what a call of `prepare` says about its loaders, and prepare those that Accelerate does not take for loaders.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]): With which to prepare them.
@@ -652,7 +655,7 @@ def prepare_flagged(
         already_sharded (`bool` or `list[bool]`, *optional*): One value for all loaders, or one entry for each object.
 
     Returns:
-        `tuple`: The objects, with those loaders prepared.
+        `tuple`: The objects, with iterables of batches prepared that are no `DataLoader`.
 
     Raises:
         `ValueError`: `already_sharded` is a list of another length than `objects`.
@@ -664,13 +667,19 @@ def prepare_flagged(
             f"`already_sharded` has {len(already_sharded)} elements, but {len(objects)} objects were passed to "
             "`prepare`. Pass one element for each of them (`None` for what is not a loader), or one value for all."
         )
-    if device_placement is None:
-        device_placement = [None] * len(objects)
-    elif len(device_placement) != len(objects):
-        return objects  # an error that Accelerate reports itself
+    # A loader is prepared where Accelerate prepares it, which depends on how the model is distributed, and there the
+    # call's word about it is looked up.
+    accelerator._flagged_loaders = {
+        id(obj): (obj, flag)
+        for obj, flag in zip(objects, already_sharded)
+        if flag is not None and isinstance(obj, DataLoader)
+    }
+    if device_placement is None or len(device_placement) != len(objects):
+        device_placement = [None] * len(objects)  # Accelerate itself refuses a list of the wrong length
+    # Accelerate passes over iterables that are no DataLoader.
     return tuple(
-        accelerator.prepare_data_loader(obj, device_placement=placement, already_sharded=flag)
-        if _is_flagged_loader(obj, _nearest(flag, accelerator))
+        accelerator.prepare_data_loader(obj, device_placement=placement, already_sharded=True)
+        if _nearest(flag, accelerator) is True and _is_other_loader(obj)
         else obj
         for obj, placement, flag in zip(objects, device_placement, already_sharded)
     )
@@ -736,13 +745,10 @@ def is_prepared(dataloader: Any) -> bool:
     return issubclass(type(dataloader), kinds)
 
 
-def _is_flagged_loader(obj: Any, flag: bool | None) -> bool:
-    if isinstance(obj, DataLoader):
-        return flag is not None
-    # Other iterables of batches are loaders only where the user says so. Python's own containers are never meant:
-    # scripts pass settings and lists through `prepare` as they are.
-    others = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, str, bytes, dict, list, tuple, set)
-    return flag is True and hasattr(type(obj), "__iter__") and not isinstance(obj, others)
+def _is_other_loader(obj: Any) -> bool:
+    # Python's own containers are never meant: scripts pass settings and lists through `prepare` as they are.
+    others = (DataLoader, torch.nn.Module, torch.optim.Optimizer, torch.Tensor, str, bytes, dict, list, tuple, set)
+    return hasattr(type(obj), "__iter__") and not isinstance(obj, others)
 
 
 def _nearest(flag: bool | None, accelerator: accelerate.Accelerator) -> bool | None:

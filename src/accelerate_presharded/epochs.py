@@ -79,6 +79,16 @@ class _Listener:
         if self.epoch() == 0:
             self.mark()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The marks do not travel with the numbers, so it is noted here that there was one.
+        return {**self.__dict__, "_marked": not self.set_by_user()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        marked = state.pop("_marked")
+        self.__dict__.update(state)
+        if marked:
+            self.mark()
+
     def epoch(self) -> int | None:
         for name in _EPOCH_NAMES:
             epoch = read(self.obj, name)
