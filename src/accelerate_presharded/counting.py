@@ -67,9 +67,9 @@ def count_real(loader: Any) -> int | None:
     sampler = innermost_sampler(loader)
     if sampler is None or not _is_exact(type(loader).__iter__):
         return None
-    sharding = find_sharding(loader)
-    if sharding is not None and sharding.num_padding is not None:
-        return len(sampler) - sharding.num_padding
+    stated = stated_padding(loader)
+    if stated is not None:
+        return len(sampler) - stated
     if not _deals_like_distributed_sampler(sampler):
         return None
     length = _length(read(sampler, "dataset")) or _length(read(sampler, "lengths"))
@@ -78,6 +78,20 @@ def count_real(loader: Any) -> int | None:
     padding = sampler.total_size - length
     # The padding is the tail of the list that is dealt out, so it is the last sample of the last ranks.
     return sampler.num_samples - (1 if sampler.rank >= sampler.num_replicas - padding else 0)
+
+
+def stated_padding(loader: Any) -> int | None:
+    """
+    Tell how many samples at the end of a pass are padding by the word of an author, see [`register_sharding`].
+
+    Args:
+        loader (`torch.utils.data.DataLoader` or any iterable of batches): The loader.
+
+    Returns:
+        `int` or `None`: `None` if nothing was stated.
+    """
+    sharding = find_sharding(loader)
+    return None if sharding is None else sharding.num_padding
 
 
 def draws_single_items(loader: Any) -> bool:
@@ -108,6 +122,9 @@ def innermost_sampler(loader: Any) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(read(loader, "dataset"), IterableDataset):
         return None
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    # What else deals out batches of indices may put them together in any way.
+    if loader.batch_sampler is not None and not isinstance(sampler, BatchSampler):
+        return None
     while isinstance(sampler, BatchSampler):
         if not _is_exact(type(sampler).__iter__):
             return None

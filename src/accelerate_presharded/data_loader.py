@@ -19,7 +19,7 @@ from accelerate.utils import RNGType, is_torch_xla_available, send_to_device, sy
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from .agreement import Facts, Plan, agree, can_speak, post_ordinary, refuse
-from .counting import count_batches, count_real, count_samples, draws_single_items
+from .counting import count_batches, count_real, count_samples, draws_single_items, stated_padding
 from .evening import Channel, Source, Step, alone, counted, together
 from .metrics import Count
 from .progress import VERSION, Progress
@@ -359,6 +359,8 @@ class _Counter:
     def __init__(self, dataloader: Any, source: Source, samples: int, counts_samples: bool):
         self._single = draws_single_items(dataloader)
         self._real = count_real(dataloader) if counts_samples else 0
+        # Where the samples cannot be counted beforehand, what was stated is cut off from the last batch.
+        self._padding = stated_padding(dataloader) or 0 if self._real is None else 0
         self._source: Source | None = source
         self.samples = samples
 
@@ -370,7 +372,10 @@ class _Counter:
         number = 1 if size is None else size
         if step.is_replay:
             return Count(size, 0)
-        real = number if self._real is None else min(max(self._real - self.samples, 0), number)
+        if self._real is not None:
+            real = min(max(self._real - self.samples, 0), number)
+        else:
+            real = max(0, number - self._padding) if step.ends_own else number
         self.samples += number
         return Count(size, real)
 

@@ -28,12 +28,14 @@ class Step(NamedTuple):
         batch (`Any`): What the loader has yielded.
         is_last (`bool`): Whether no step follows, on any rank that goes on in step with this one.
         is_replay (`bool`): Whether this rank has yielded the batch before in this epoch.
+        ends_own (`bool`): Whether it is the last batch of the rank's own pass.
         mark ([`Mark`]): Where the rank's loader is behind this batch.
     """
 
     batch: Any
     is_last: bool
     is_replay: bool
+    ends_own: bool
     mark: Mark
 
 
@@ -178,7 +180,7 @@ def alone(source: Source) -> Iterator[Step]:
     upcoming = source.own()
     while upcoming is not None:
         (batch, mark), upcoming = upcoming, source.own()
-        yield Step(batch, upcoming is None, False, mark)
+        yield Step(batch, upcoming is None, False, upcoming is None, mark)
 
 
 def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) -> Iterator[Step]:
@@ -213,7 +215,7 @@ def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) ->
             raise RuntimeError(f"The loader was to yield {own} batches, but it yields more.")
         if number + 1 == steps < plan.longest:
             say(f"{uneven}, so all stop after {steps} steps, because of `drop_last=True`")
-        yield Step(batch, number + 1 == steps, number >= own, mark)
+        yield Step(batch, number + 1 == steps, number >= own, number + 1 == own, mark)
 
 
 def together(
@@ -273,6 +275,7 @@ def together(
                     turn.fail(error)
                     raise
             batch, mark = current
+            ends_own = not is_replay and upcoming is None
             current, holders = upcoming, turn.hear(next_word)
             is_last = not takes_place(holders)
             if not is_last:
@@ -284,7 +287,7 @@ def together(
                         f"{channel.world_size - holders} of {channel.world_size} ranks have no batch left after "
                         f"{num_steps} steps, so all stop, because of `drop_last=True`"
                     )
-            yield Step(batch, is_last, is_replay, mark)
+            yield Step(batch, is_last, is_replay, ends_own, mark)
         turn.end()
     finally:
         turn.leave()

@@ -53,11 +53,14 @@ def gather_real(data: Any, count: Count, use_gather_object: bool = False) -> Any
     leaves: list[Any] = []
     rebuild = _take_apart(data, leaves, use_gather_object)
     are_tensors = [isinstance(leaf, torch.Tensor) and not use_gather_object for leaf in leaves]
-    tensors = iter(
-        _gather_tensors([leaf for leaf, is_tensor in zip(leaves, are_tensors) if is_tensor], count, rebuild)
-    )
-    objects = iter(_gather_objects([leaf for leaf, is_tensor in zip(leaves, are_tensors) if not is_tensor], count))
-    return rebuild.make(iter([next(tensors) if is_tensor else next(objects) for is_tensor in are_tensors]))
+    tensors = [leaf for leaf, is_tensor in zip(leaves, are_tensors) if is_tensor]
+    objects = [leaf for leaf, is_tensor in zip(leaves, are_tensors) if not is_tensor]
+    counts, shapes = _exchange_headers(tensors, count, rebuild.text)
+    gathered = {
+        True: iter([_gather_tensor(tensor, shape, counts) for tensor, shape in zip(tensors, shapes)]),
+        False: iter(_gather_objects(objects, counts)),
+    }
+    return rebuild.make(iter([next(gathered[is_tensor]) for is_tensor in are_tensors]))
 
 
 class _Structure(NamedTuple):
@@ -102,33 +105,27 @@ def _holds_tensor(data: Any) -> bool:
 _HEADER = 16
 
 
-def _gather_tensors(tensors: list[torch.Tensor], count: Count, structure: _Structure) -> list[torch.Tensor]:
-    if not tensors:
-        return []
-    shapes = [list(tensor.shape) for tensor in tensors]
-    signature = zlib.crc32(structure.text.encode())
-    numbers = [
-        signature,
-        -1 if count.size is None else count.size,
-        count.real,
-        *(n for shape in shapes for n in shape),
-    ]
+def _exchange_headers(
+    tensors: list[torch.Tensor], count: Count, structure: str
+) -> tuple[list[Count], list[list[list[int]]]]:
+    """Find out the counts of all ranks and, for each tensor, the shapes on all ranks, or that the structures differ."""
+    dimensions = [length for tensor in tensors for length in tensor.shape]
+    numbers = [zlib.crc32(structure.encode()), -1 if count.size is None else count.size, count.real, *dimensions]
     rows = _gather_numbers(numbers[:_HEADER] + [0] * (_HEADER - len(numbers)))
     for rank, row in enumerate(rows):
         if row[0] != rows[0][0]:
             raise ValueError(
                 f"Rank {rank} gathers another structure than rank 0. Gather the same nesting of tensors, with the same "
                 f"dtypes and numbers of dimensions, on every rank. On rank {PartialState().process_index} it is "
-                f"{structure.text}."
+                f"{structure}."
             )
     if len(numbers) > _HEADER:
         rows = [row + rest for row, rest in zip(rows, _gather_numbers(numbers[_HEADER:]))]
-    counts = [Count(None if row[1] < 0 else row[1], row[2]) for row in rows]
-    gathered, position = [], 3
+    shapes, position = [], 3
     for tensor in tensors:
-        gathered.append(_gather_tensor(tensor, [row[position : position + tensor.ndim] for row in rows], counts))
+        shapes.append([row[position : position + tensor.ndim] for row in rows])
         position += tensor.ndim
-    return gathered
+    return [Count(None if row[1] < 0 else row[1], row[2]) for row in rows], shapes
 
 
 def _gather_numbers(numbers: list[int]) -> list[list[int]]:
@@ -159,15 +156,13 @@ def _gather_tensor(tensor: torch.Tensor, shapes: list[list[int]], counts: list[C
 
 
 def _gather_alike(tensor: torch.Tensor) -> torch.Tensor:
-    return gather(tensor) if tensor.numel() else tensor.new_empty((0, *tensor.shape[1:]))
+    if tensor.numel():
+        return gather(tensor)
+    return tensor.new_empty((len(tensor) * PartialState().num_processes, *tensor.shape[1:]))
 
 
-def _gather_objects(objects: list[Any], count: Count) -> list[Any]:
-    if not objects:
-        return []
-    posted = gather_object([(count, objects)])
-    counts = [count for count, _ in posted]
-    return [_merge(leaf, counts) for leaf in zip(*(objects for _, objects in posted))]
+def _gather_objects(objects: list[Any], counts: list[Count]) -> list[Any]:
+    return [_merge(leaf, counts) for leaf in zip(*gather_object([objects]))] if objects else []
 
 
 def _merge(values: tuple, counts: list[Count]) -> Any:
@@ -177,7 +172,7 @@ def _merge(values: tuple, counts: list[Count]) -> Any:
         return _like(first, {key: _merge(tuple(value[key] for value in values), counts) for key in first})
     lengths = [_length(value) for value in values]
     by_sample = all(count.size == length for count, length in zip(counts, lengths))
-    is_tuple = isinstance(first, tuple) and (hasattr(first, "_fields") or any(_is_container(part) for part in first))
+    is_tuple = isinstance(first, tuple) and (hasattr(first, "_fields") or not first or any(map(_is_container, first)))
     is_nested = isinstance(first, list) and not by_sample and any(_is_container(part) for part in first)
     if (is_tuple or is_nested) and all(_same(first, value) and len(first) == len(value) for value in values):
         return _like(first, [_merge(parts, counts) for parts in zip(*values)])

@@ -31,7 +31,8 @@ class Sharding:
             The evidence, as a phrase fit for a message: `"DistributedSampler at loader.sampler"`.
         num_padding (`int`, *optional*):
             How many samples at the end of a pass over this shard repeat samples that another shard, or this one, has
-            already yielded. `None` if that is unknown.
+            already yielded. Where the samples of a pass cannot be counted beforehand, as in a stream, they have to lie
+            in its last batch. `None` if that is unknown.
 
     Example:
 
