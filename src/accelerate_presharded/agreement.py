@@ -26,6 +26,10 @@ DEFAULT_TIMEOUT = 60.0
 
 _KEY = "already_sharded"
 
+# How long a rank may take from an ordinary loader of its own to the presharded one that others wait for at the same
+# place in the script, before it counts as one that takes theirs for an ordinary one. In seconds.
+_GRACE = 5.0
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -364,6 +368,7 @@ def _decide_together(
     def wait() -> dict[str, Any]:
         deadline = time.monotonic() + timeout
         next_look = time.monotonic() + 1.0
+        suspected = None
         pause = 0.0005
         # Not `store.wait`: it complains on stderr whenever its time is up, and a look around needs short times.
         while not store.check([f"{key}/verdict"]):
@@ -373,7 +378,8 @@ def _decide_together(
                 posted = _parse(store.get(f"{key}/entries"))
                 missing = sorted(set(range(world_size)) - {entry["rank"] for entry in posted})
                 seen = look(posted, missing) if look is not None and missing else None
-                if seen is not None:
+                suspected = None if seen is None else (suspected or now)
+                if seen is not None and (now >= suspected + _GRACE or now >= deadline):
                     return {"error": seen}
                 if now >= deadline:
                     # All have come if the last one died before it could speak for all: then anyone can.

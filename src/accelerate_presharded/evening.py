@@ -246,20 +246,29 @@ def together(
     def takes_place(holders: int) -> bool:
         return holders == channel.world_size if drop_last else holders > 0
 
-    def ahead() -> tuple[Any, Word]:
-        # Read a batch and tell the others whether there was one.
+    def attempt(read: Callable[[], Any]) -> Any:
         try:
-            own = source.own()
+            return read()
         except Exception as error:
             turn.fail(error)
             raise
+
+    def ahead() -> tuple[Any, Word]:
+        # Read a batch and tell the others whether there was one.
+        own = attempt(source.own)
         return own, turn.say(own is not None, is_empty=source.is_empty)
 
+    def in_hand(own: tuple[Any, Mark] | None) -> tuple[Any, Mark, bool]:
+        # Before the next word is said, for if there is nothing to repeat, that is what the others have to hear.
+        return (*own, False) if own is not None else (*attempt(source.replay), True)
+
     try:
-        current, word = ahead()
-        upcoming, next_word = ahead()
-        num_steps = 0
+        own, word = ahead()
         holders = turn.hear(word)
+        if takes_place(holders):
+            current = in_hand(own)
+            own, word = ahead()
+        num_steps = 0
         while takes_place(holders):
             num_steps += 1
             if holders < channel.world_size:
@@ -267,19 +276,13 @@ def together(
                     f"{channel.world_size - holders} of {channel.world_size} ranks have no batch left for step "
                     f"{num_steps} of this pass, so they repeat theirs from the beginning until the last has ended"
                 )
-            is_replay = current is None
-            if is_replay:
-                try:
-                    current = source.replay()
-                except Exception as error:
-                    turn.fail(error)
-                    raise
-            batch, mark = current
-            ends_own = not is_replay and upcoming is None
-            current, holders = upcoming, turn.hear(next_word)
+            batch, mark, is_replay = current
+            ends_own = not is_replay and own is None
+            holders = turn.hear(word)
             is_last = not takes_place(holders)
             if not is_last:
-                upcoming, next_word = ahead()
+                current = in_hand(own)
+                own, word = ahead()
             else:
                 turn.end()
                 if holders:

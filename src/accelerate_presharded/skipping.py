@@ -109,7 +109,9 @@ def size_of(batch: Any) -> int | None:
         return tensor.shape[0]
     if isinstance(batch, Mapping):
         batch = next(iter(batch.values()), None)
-    return len(batch) if isinstance(batch, Sized) and not isinstance(batch, (str, bytes, Mapping)) else None
+    if isinstance(batch, (torch.Tensor, str, bytes, Mapping)) or not isinstance(batch, Sized):
+        return None
+    return len(batch)
 
 
 def _first_tensor(batch: Any) -> torch.Tensor | None:
