@@ -120,7 +120,7 @@ def test_old_configurations_say_nothing():
         cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(even_batches=False)
     )
     assert accelerator.already_sharded is None
-    assert isinstance(accelerator.prepare(unmarked(accelerator)), accelerate.data_loader.DataLoader)
+    assert type(accelerator.prepare(unmarked(accelerator))) is accelerate.data_loader.DataLoaderShard
 
 
 def test_the_configuration_is_accelerates_with_one_setting_more():

@@ -3,13 +3,16 @@
 
 import copy
 import functools
+import gc
 import itertools
+import multiprocessing
 import os
 import pickle
 import re
 
 import accelerate
 import accelerate.data_loader
+import numpy.random  # noqa: F401  (or else every worker process imports it)
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -760,6 +763,24 @@ SKIPPED = {
 UNREAD = ("map-style", "shuffled", "batch sampler", "no batches", "workers", "persistent workers")
 
 
+def workers_left(num_batches: int | None) -> list[int]:
+    """How many worker processes there are at some moments, without help of the garbage collector."""
+    gc.disable()
+    numbers = []
+    for persistent in (False, True):
+        for leave_early in (False, True):
+            loader = DataLoader(range(8), batch_size=2, num_workers=2, persistent_workers=persistent)
+            wrapped = loader if num_batches is None else PreshardedDataLoader(loader)
+            for batches in (loader if num_batches is None else skip_first_batches(wrapped, num_batches), wrapped):
+                for _ in batches:
+                    if leave_early:
+                        break
+                numbers.append(len(multiprocessing.active_children()))
+            del loader, wrapped, batches
+            numbers.append(len(multiprocessing.active_children()))
+    return numbers
+
+
 class TestSkipping:
     @parameterized.expand(list(itertools.product(SKIPPED, ("function", "method"))))
     def test_skips_in_the_first_pass_only(self, kind, through):
@@ -810,9 +831,12 @@ class TestSkipping:
 
     def test_skipping_adds_up(self):
         prepared = PreshardedDataLoader(DataLoader(range(10), batch_size=2))
-        skipped = skip_first_batches(skip_first_batches(prepared, 1), 2)
-        assert lists(skipped) == [[6, 7], [8, 9]]
-        assert lists(prepared)[0] == [0, 1]
+        once = skip_first_batches(prepared, 1)
+        twice = skip_first_batches(once, 2)
+        # In another order than they were made: each keeps its own number of batches to skip.
+        assert lists(prepared) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+        assert lists(twice) == [[6, 7], [8, 9]]
+        assert lists(once) == [[2, 3], [4, 5], [6, 7], [8, 9]]
 
     def test_a_pass_cut_short_is_begun_from_the_start(self):
         skipped = skip_first_batches(PreshardedDataLoader(DataLoader(range(6), batch_size=2)), 1)
@@ -850,6 +874,10 @@ class TestSkipping:
         assert os.getpid() not in during
         assert len(after[0]) == 2
         assert after[0] == after[1]
+
+    @parameterized.expand([(0,), (1,)])
+    def test_workers_end_when_they_would_by_themselves(self, num_batches):
+        assert run(1, workers_left, num_batches) == run(1, workers_left, None)
 
     @parameterized.expand([("function",), ("method",)])
     def test_ordinary_loaders_are_skipped_by_accelerate(self, through):
@@ -893,27 +921,14 @@ class Counting(DataLoader):
 
 
 class TestState:
-    def test_it_belongs_to_the_batch_that_was_yielded(self):
-        prepared = prepare_data_loader(Counting(range(8), batch_size=2), already_sharded=True)
-        assert prepared.state_dict() == {"read": 0}
-        # Three batches in, although the loader has been read one further to know the end.
-        assert [prepared.state_dict()["read"] for _ in itertools.islice(prepared, 3)] == [1, 2, 3]
-
     @parameterized.expand([(1,), (2,), (3,)])
-    def test_it_is_loaded_by_the_loader(self, num_batches):
+    def test_it_belongs_to_the_batch_that_was_yielded(self, num_batches):
         prepared = prepare_data_loader(Counting(range(8), batch_size=2), already_sharded=True)
         seen = lists(itertools.islice(prepared, num_batches))
         state = prepared.state_dict()
         later = prepare_data_loader(Counting(range(8), batch_size=2), already_sharded=True)
         later.load_state_dict(state)
+        # Not one more, although the loader has been read further to know the end.
         assert later.base_dataloader.read == num_batches
         assert seen + lists(later) == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert lists(later) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-    def test_a_loader_without_one_has_none(self):
-        prepared = prepare_data_loader(DataLoader(range(8), batch_size=2), already_sharded=True)
-        lists(prepared)
-        with pytest.raises(AttributeError, match="state_dict"):
-            prepared.state_dict()
-        with pytest.raises(AttributeError, match="load_state_dict"):
-            prepared.load_state_dict({})

@@ -329,10 +329,6 @@ def kept_iterators(when: str) -> list:
             kept.append(iterator)
             if epoch == 1:
                 kept.clear()
-        elif when == "dropped at different times":
-            kept.append(iterator)
-            if epoch == rank:
-                kept.clear()
         else:
             Holder(iterator)
         del iterator
@@ -351,7 +347,6 @@ def kept_iterators(when: str) -> list:
             "kept",
             "dropped at once",
             "dropped together",
-            "dropped at different times",
             "collected",
             "collected at different times",
         ),

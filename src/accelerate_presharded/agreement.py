@@ -134,6 +134,13 @@ def settle(facts: Iterable[Facts]) -> Plan:
                 "loader with the data-parallel size and index, not with those of the whole world."
             )
 
+    uneven = [fact.rank for fact in facts if not fact.even_batches]
+    if 0 < len(uneven) < len(facts):
+        raise ValueError(
+            f"{loader}: {named(uneven)} `even_batches=False`, and the other ranks have `even_batches=True`. Set it to "
+            "the same on every rank."
+        )
+
     samples = [fact.num_samples for fact in by_index.values()]
     num_samples = None if None in samples else sum(samples)
     drop_last = all(fact.drop_last for fact in facts)
@@ -252,18 +259,17 @@ def agree_on_loading(what: str, problem: str | None, timeout: float | None = Non
     return _decide_together(entry, decide, absence, None, timeout)["found"]
 
 
-def refuse(rank: int, reason: str) -> None:
+def refuse(reason: str) -> None:
     """
     Tell the ranks that wait for this one in [`agree`] that it cannot prepare its loader, and why.
 
     Args:
-        rank (`int`): The rank in the process group.
-        reason (`str`): The message of the error that this rank raises.
+        reason (`str`): The message of the error that this rank raises, which names the rank.
     """
     store, world_size, counters = _Exchange.current()
     key = f"{_KEY}/{counters.number()}"
     counters.site()
-    store.compare_set(f"{key}/verdict", "", json.dumps({"error": f"Rank {rank}: {reason}"}))
+    store.compare_set(f"{key}/verdict", "", json.dumps({"error": reason}))
     store.add(f"{key}/count", 1)
 
 

@@ -559,23 +559,19 @@ def wrap_presharded(
     speaks = size > 1 and can_speak(num_processes, process_index)
     try:
         presharded = is_presharded(dataloader, already_sharded, size, index)
+        if presharded:
+            _refuse_settings(dataloader, already_sharded, dispatch_batches, split_batches)
     except ValueError as error:
-        if speaks:
-            refuse(process_index, str(error))
-        raise
+        if not speaks:
+            raise
+        message = f"Rank {process_index}: {error}"
+        refuse(message)
+        raise ValueError(message) from None
     facts = _facts_of(dataloader, process_index, size, index, even_batches) if speaks else None
     if not presharded:
         if facts is not None:
             _compare_with_other_ranks(facts, already_sharded, dispatch_batches)
         return None
-    for setting, is_set in (("dispatch_batches=True", dispatch_batches), ("split_batches=True", split_batches)):
-        if is_set:
-            raise ValueError(
-                f"Rank {state.process_index}: {describe(dataloader)} is already sharded across ranks "
-                f"(`already_sharded={already_sharded}`), so it cannot be used with `{setting}`, by which one rank's "
-                f"batches are cut up for all. Leave out `{setting}`, or pass `already_sharded=False` if every rank's "
-                "loader goes over the whole data."
-            )
     plan = None if facts is None else agree(facts)
     if plan is not None and plan.steps() is None:
         Channel.current()  # made here, where all ranks are together
@@ -596,6 +592,19 @@ def wrap_presharded(
         counts_samples=process_index % max(1, num_processes // size) == 0,
     )
     return accelerate.data_loader.MpDeviceLoaderWrapper(wrapped, device) if on_xla else wrapped
+
+
+def _refuse_settings(
+    dataloader: Any, already_sharded: bool | None, dispatch_batches: bool | None, split_batches: bool
+) -> None:
+    for setting, is_set in (("dispatch_batches=True", dispatch_batches), ("split_batches=True", split_batches)):
+        if is_set:
+            raise ValueError(
+                f"{describe(dataloader)} is already sharded across ranks "
+                f"(`already_sharded={already_sharded}`), so it cannot be used with `{setting}`, by which one rank's "
+                f"batches are cut up for all. Leave out `{setting}`, or pass `already_sharded=False` if every rank's "
+                "loader goes over the whole data."
+            )
 
 
 def leave_presharded_alone(
@@ -639,6 +648,8 @@ def leave_presharded_alone(
         if wrapped is None:
             return data_loader
         data_loader = wrapped
+        if accelerator._schedulers:
+            warn_of_scheduler(accelerator, data_loader)
     # Accelerate's own mark for what need not be prepared again, whichever function has prepared it.
     data_loader._is_accelerate_prepared = True
     return data_loader
@@ -690,22 +701,26 @@ def note_flags(
     )
 
 
-def warn_of_scheduler(accelerator: accelerate.Accelerator) -> None:
+def warn_of_scheduler(accelerator: accelerate.Accelerator, loader: Any = None) -> None:
     """
     Say once that Accelerate's schedulers advance faster than an already sharded loader does.
 
     Args:
-        accelerator ([`~accelerate.Accelerator`]): With which the scheduler is about to be prepared.
+        accelerator ([`~accelerate.Accelerator`]): With which a scheduler or a loader is about to be prepared.
+        loader ([`PreshardedDataLoader`], *optional*): The loader, if that is it.
     """
-    presharded = [loader for loader in accelerator._dataloaders if isinstance(loader, PreshardedDataLoader)]
+    known = next((each for each in accelerator._dataloaders if isinstance(each, PreshardedDataLoader)), None)
+    # The first scheduler beside a loader, or the first loader beside a scheduler.
+    said_before = known is not None and (loader is not None or accelerator._schedulers)
+    loader = known if loader is None else loader
     steps = accelerator.num_processes
-    if not presharded or accelerator._schedulers or not accelerator.step_scheduler_with_optimizer or steps == 1:
+    if loader is None or said_before or steps == 1 or not accelerator.step_scheduler_with_optimizer:
         return
     logger.warning(
-        f"{describe(presharded[0].base_dataloader)} is already sharded, so its length is that of one rank. Accelerate "
-        f"takes it for the length over all ranks, and a prepared scheduler makes {steps} steps with every optimizer "
-        f"step: one built for `len(loader)` steps ends after 1/{steps} of the epoch. Build it for {steps} times as "
-        "many steps, or pass `step_scheduler_with_optimizer=False` to `Accelerator` and step it once a batch."
+        f"{describe(read(loader, 'base_dataloader', loader))} is already sharded, so its length is that of one rank. Accelerate takes "
+        f"it for the length over all ranks, and a prepared scheduler makes {steps} steps with every optimizer step: "
+        f"one built for `len(loader)` steps ends after 1/{steps} of the epoch. Build it for {steps} times as many "
+        "steps, or pass `step_scheduler_with_optimizer=False` to `Accelerator` and step it once a batch."
     )
 
 

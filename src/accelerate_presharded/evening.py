@@ -246,21 +246,14 @@ def together(
     def takes_place(holders: int) -> bool:
         return holders == channel.world_size if drop_last else holders > 0
 
-    def attempt(read: Callable[[], Any]) -> Any:
-        try:
-            return read()
-        except Exception as error:
-            turn.fail(error)
-            raise
-
     def ahead() -> tuple[Any, Word]:
         # Read a batch and tell the others whether there was one.
-        own = attempt(source.own)
+        own = source.own()
         return own, turn.say(own is not None, is_empty=source.is_empty)
 
     def in_hand(own: tuple[Any, Mark] | None) -> tuple[Any, Mark, bool]:
         # Before the next word is said, for if there is nothing to repeat, that is what the others have to hear.
-        return (*own, False) if own is not None else (*attempt(source.replay), True)
+        return (*own, False) if own is not None else (*source.replay(), True)
 
     try:
         own, word = ahead()
@@ -292,6 +285,9 @@ def together(
                     )
             yield Step(batch, is_last, is_replay, ends_own, mark)
         turn.end()
+    except Exception as error:
+        turn.fail(error)
+        raise
     finally:
         turn.leave()
 
@@ -362,7 +358,9 @@ class Turn:
         return self._send(has=has_batch)
 
     def fail(self, error: Exception) -> None:
-        """Say that this rank has failed, instead of whether it has a batch."""
+        """Say that this rank has failed, instead of whether it has a batch, unless others have said so of themselves."""
+        if not self._open:
+            return
         self._open = False
         report(self._channel.num_words, f"raised {type(error).__name__}: {error}")
         self._send(failed=True)
@@ -395,11 +393,10 @@ class Turn:
         world_size = self._channel.world_size
         try:
             word.work.wait()
-        except RuntimeError as error:
-            self._open = False
-            raise RuntimeError(
-                f"{self._loader}: a rank has gone before the ranks could agree on the next step. Its own output says why."
-            ) from error
+        except RuntimeError:
+            # It may be from a signal handler, by which torch reports the death of a worker, and not from the group.
+            self._complain_if_gone(word)
+            raise
         rest, has = divmod(int(word.total), world_size + 1)
         rest, failed = divmod(rest, world_size + 1)
         turns, left = divmod(rest, world_size + 1)
@@ -420,6 +417,15 @@ class Turn:
                 full = next(rank for rank in range(world_size) if rank not in empty)
                 raise ValueError(empty_message(self._loader, empty, full))
         return has
+
+    def _complain_if_gone(self, word: Word) -> None:
+        try:
+            word.work.wait()
+        except RuntimeError as error:
+            self._open = False
+            raise RuntimeError(
+                f"{self._loader}: a rank has gone before the ranks could agree on the next step. Its own output says why."
+            ) from error
 
     def _send(self, has: bool = False, failed: bool = False, left: bool = False) -> Word:
         base = self._channel.world_size + 1
