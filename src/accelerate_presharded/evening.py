@@ -362,8 +362,13 @@ class Turn:
         if not self._open:
             return
         self._open = False
-        report(self._channel.num_words, f"raised {type(error).__name__}: {error}")
-        self._send(failed=True)
+        reason = f"raised {type(error).__name__}: {error}"
+        # A dying worker makes torch raise an error from a signal handler, so one more may come in here.
+        for attempt in (lambda: report(self._channel.num_words, reason), lambda: self._send(failed=True)):
+            for _ in range(3):
+                with contextlib.suppress(Exception):
+                    attempt()
+                    break
 
     def end(self) -> None:
         """Note that the pass has come to its end on all ranks, so nothing more is said."""
