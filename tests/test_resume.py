@@ -1,0 +1,244 @@
+# Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
+"""Each rank goes on where it stopped: in new processes, against a run that nobody has interrupted."""
+
+import logging
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import torch
+from accelerate.utils import ProjectConfiguration
+from parameterized import parameterized
+from ranks import Failure, run
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from accelerate_presharded import Accelerator
+
+
+EPOCHS = 3
+
+
+class Stream(IterableDataset):
+    """The items of one rank, without a state."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        yield from self.items
+
+
+class Remembering(Stream):
+    """A stream that can say where it is, as those of Hugging Face Datasets can."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.position = self.start = 0
+
+    def __iter__(self):
+        self.position, self.start = self.start, 0
+        while self.position < len(self.items):
+            self.position += 1
+            yield self.items[self.position - 1]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = self.position = state["position"]
+
+
+def make(kind: str, accelerator: Accelerator) -> DataLoader:
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    items = [100 * rank + item for item in range(5 + 4 * rank)]  # 3, 5, 7 batches
+    if kind == "distributed":
+        sampler = DistributedSampler(range(13), world_size, rank, shuffle=True)
+        return DataLoader(range(13), batch_size=2, sampler=sampler)
+    if kind == "shuffled":
+        return DataLoader(items, batch_size=2, shuffle=True)
+    if kind == "generator":
+        return DataLoader(items, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(rank))
+    if kind == "stream":
+        return DataLoader(Stream(items), batch_size=2)
+    if kind == "drop_last":
+        return DataLoader(Remembering(items), batch_size=2, drop_last=True)
+    assert kind == "remembering"
+    return DataLoader(Remembering(items), batch_size=2)
+
+
+def go_through(accelerator, loader, first=None, stop=None, folder=None) -> list:
+    """The steps of all epochs that are left, up to the one at which the state is saved."""
+    steps = []
+    while loader.iteration < EPOCHS:
+        for batch in loader if first is None else first:
+            gathered = accelerator.gather_for_metrics(batch).tolist()
+            steps.append((batch.tolist(), accelerator.gradient_state.end_of_dataloader, gathered))
+            if len(steps) == stop:
+                accelerator.save_state(folder)
+                return steps
+        first = None
+    return steps
+
+
+def uninterrupted(kind: str) -> list:
+    accelerator = Accelerator(cpu=True)
+    return go_through(accelerator, accelerator.prepare(make(kind, accelerator), already_sharded=True))
+
+
+def interrupted(kind: str, stop: int, folder: str, kill: bool = False) -> list:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(make(kind, accelerator), already_sharded=True)
+    steps = go_through(accelerator, loader, stop=stop, folder=folder)
+    if kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return steps
+
+
+def resumed(kind: str, folder: str) -> list:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(make(kind, accelerator), already_sharded=True)
+    accelerator.load_state(folder)
+    # Harmless for a loader that goes on by itself: nothing is skipped twice.
+    first = accelerator.skip_first_batches(loader, loader.batches_yielded)
+    return go_through(accelerator, loader, first=first)
+
+
+@parameterized.expand(
+    [(2, kind) for kind in ("distributed", "shuffled", "generator", "stream", "remembering", "drop_last")]
+    + [(3, "distributed"), (3, "remembering")]
+)
+def test_goes_on_as_if_nobody_had_interrupted_it(world_size, kind):
+    expected = run(world_size, uninterrupted, kind)
+    num_steps = len(expected[0])
+    # In the middle of an epoch, at its end, in the replay of the shorter ranks, and in the last epoch.
+    for stop in sorted({1, 2, num_steps // 3 - 1, num_steps // 3, num_steps // 3 + 1, num_steps - 1, num_steps}):
+        with tempfile.TemporaryDirectory() as folder:
+            before = run(world_size, interrupted, kind, stop, folder)
+            after = run(world_size, resumed, kind, folder)
+        for rank in range(world_size):
+            assert before[rank] + after[rank] == expected[rank], (stop, rank)
+
+
+def test_a_rank_that_is_killed_right_after_saving(tmp_path):
+    expected = run(2, uninterrupted, "distributed")
+    outcomes = run(2, interrupted, "distributed", 5, str(tmp_path), True, outcomes=True)
+    assert all(isinstance(outcome, Failure) and "SIGKILL" in outcome.message for outcome in outcomes)
+    after = run(2, resumed, "distributed", str(tmp_path))
+    assert [steps[5:] for steps in expected] == after
+
+
+def between_epochs(kind: str, folder: str, load: bool) -> list:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(make(kind, accelerator), already_sharded=True)
+    if load:
+        accelerator.load_state(folder)
+    while loader.iteration < (EPOCHS if load else 2):
+        steps = [batch.tolist() for batch in loader]
+    if not load:
+        accelerator.save_state(folder)
+    return steps
+
+
+def test_case_23_the_epoch_comes_back(tmp_path):
+    run(2, between_epochs, "distributed", str(tmp_path), False)
+    after = run(2, between_epochs, "distributed", str(tmp_path), True)
+    for rank, steps in enumerate(after):
+        sampler = DistributedSampler(range(13), 2, rank, shuffle=True)
+        sampler.set_epoch(2)
+        order = list(sampler)
+        assert steps == [order[start : start + 2] for start in range(0, 7, 2)]
+
+
+def load_error(folder: str) -> str | None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(make("distributed", accelerator), already_sharded=True)
+    try:
+        accelerator.load_state(folder)
+    except ValueError as error:
+        # Nothing is half restored.
+        assert (loader.iteration, loader.batches_yielded) == (0, 0)
+        return str(error)
+    return None
+
+
+def break_file(folder, rank: int, how: str) -> None:
+    (path,) = folder.glob(f"presharded_loader_*_rank_{rank}.bin")
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:100])
+    elif how == "foreign":
+        torch.save({"weight": torch.zeros(3)}, path)
+    elif how == "version":
+        torch.save({**torch.load(path, weights_only=True), "version": 99}, path)
+    else:
+        assert how == "code"
+        torch.save(os.getcwd, path)
+
+
+@parameterized.expand([("missing",), ("truncated",), ("foreign",), ("version",), ("code",)])
+def test_a_broken_file_of_one_rank_is_refused_on_all(how):
+    with tempfile.TemporaryDirectory() as folder:
+        run(2, interrupted, "distributed", 5, folder)
+        break_file(Path(folder), 1, how)
+        first, second = run(2, load_error, folder)
+    assert first == second and "nothing was" in first
+    assert "ank 1" in first
+
+
+def test_a_state_of_another_number_of_ranks_is_refused(tmp_path):
+    run(2, interrupted, "distributed", 5, str(tmp_path))
+    errors = run(3, load_error, str(tmp_path))
+    assert errors == [errors[0]] * 3
+    assert "2 data-parallel ranks" in errors[0] and "3 now" in errors[0] and "ank 2 has none" in errors[0]
+
+
+def test_an_older_checkpoint_loads_with_one_warning(tmp_path):
+    def save_and_forget(folder):
+        interrupted("distributed", 5, folder)
+        accelerator = Accelerator(cpu=True)
+        accelerator.wait_for_everyone()
+        for name in os.listdir(folder):
+            if name.startswith("presharded") and name.endswith(f"rank_{accelerator.process_index}.bin"):
+                os.unlink(os.path.join(folder, name))
+        accelerator.wait_for_everyone()
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("accelerate_presharded.checkpointing").addHandler(handler)
+        return load_error(folder), lines
+
+    (first, lines), (second, others) = run(2, save_and_forget, str(tmp_path))
+    assert first is None and second is None
+    assert len(lines) == 1 and "no state of the already sharded loaders" in lines[0]
+    assert others == []
+
+
+def test_automatic_checkpoint_naming(tmp_path):
+    def named(folder):
+        config = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=config)
+        loader = accelerator.prepare(make("distributed", accelerator), already_sharded=True)
+        for number, _ in enumerate(loader):
+            if number in (0, 2):
+                accelerator.save_state()
+        accelerator.load_state()
+        return loader.batches_yielded, loader.iteration
+
+    assert run(2, named, str(tmp_path)) == [(3, 0)] * 2
+
+
+def test_the_state_of_a_loader_on_its_own():
+    def own(_):
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(make("remembering", accelerator), already_sharded=True)
+        before = [next(iter(loader)).tolist()]
+        state = loader.state_dict()
+        other = accelerator.prepare(make("remembering", accelerator), already_sharded=True)
+        other.load_state_dict(state)
+        return before, [batch.tolist() for batch in other], sorted(state)
+
+    short, long = run(2, own, None)
+    assert short == ([[0, 1]], [[2, 3], [4], [0, 1], [2, 3]], ["num_processes", "rank_0", "version"])
+    assert long[1] == [[102, 103], [104, 105], [106, 107], [108]]
