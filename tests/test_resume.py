@@ -128,6 +128,51 @@ def test_a_rank_that_is_killed_right_after_saving(tmp_path):
     assert [steps[5:] for steps in expected] == after
 
 
+def two_loaders(folder: str | None, stop: int | None) -> list:
+    """Two loaders iterated in step under gradient accumulation; the state is saved at `stop`, or loaded without it."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model, optimizer, scheduler, one, two = accelerator.prepare(
+        model,
+        optimizer,
+        scheduler,
+        make("remembering", accelerator),
+        make("distributed", accelerator),
+        already_sharded=True,
+    )
+    if folder is not None and stop is None:
+        accelerator.load_state(folder)
+    first = accelerator.skip_first_batches(two, two.batches_yielded)
+    steps = []
+    while two.iteration < EPOCHS:
+        for a, b in zip(one, first):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(b[:, None].float()).mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            rate = optimizer.param_groups[0]["lr"]
+            steps.append((a.tolist(), b.tolist(), accelerator.sync_gradients, rate))
+            if len(steps) == stop:
+                accelerator.save_state(folder)
+                return steps
+        list(first)  # the longer one, to its end
+        first = two
+    return steps
+
+
+# Accelerate saves no gradients, so a model that is resumed between two syncs has lost some; its loaders have not.
+@parameterized.expand([(1,), (2,), (5,), (6,)])
+def test_two_loaders_with_accumulation_and_a_scheduler(stop):
+    expected = run(2, two_loaders, None, None)
+    with tempfile.TemporaryDirectory() as folder:
+        before = run(2, two_loaders, folder, stop)
+        after = run(2, two_loaders, folder, None)
+    assert [first + rest for first, rest in zip(before, after)] == expected
+
+
 def between_epochs(kind: str, folder: str, load: bool) -> list:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(make(kind, accelerator), already_sharded=True)
@@ -148,6 +193,17 @@ def test_case_23_the_epoch_comes_back(tmp_path):
         sampler.set_epoch(2)
         order = list(sampler)
         assert steps == [order[start : start + 2] for start in range(0, 7, 2)]
+
+
+@parameterized.expand([("remembering",), ("drop_last",), ("generator",), ("shuffled",)])
+def test_between_epochs(kind):
+    expected = run(2, uninterrupted, kind)
+    with tempfile.TemporaryDirectory() as folder:
+        run(2, between_epochs, kind, folder, False)
+        after = run(2, between_epochs, kind, folder, True)
+    for rank, steps in enumerate(after):
+        assert steps == [batch for batch, _, _ in expected[rank]][-len(steps) :]
+        assert len(steps) == len(expected[rank]) // EPOCHS
 
 
 def load_error(folder: str) -> str | None:

@@ -184,8 +184,9 @@ class Progress:
         """
         inner = self.check(entries)
         holder = self._holder()
-        # A stream goes on from any state with what follows it. Behind the last batch nothing does: it begins anew.
-        if inner["state"] is not None and (holder is self._loader or not entries["is_last"]):
+        # A stream goes on from any state with what follows it. Between epochs nothing does: it begins anew.
+        in_epoch = entries["batches"] and not entries["is_last"]
+        if inner["state"] is not None and (holder is self._loader or in_epoch):
             holder.load_state_dict(inner["state"])
         for generator, state in zip(self._generators(), inner["random"]["generators"]):
             generator.set_state(state)
