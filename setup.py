@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 
 extras = {
-    "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle"],
+    "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle", "torchdata"],
     "quality": ["ruff"],
     "examples": ["scikit-learn"],
 }

@@ -527,14 +527,14 @@ def show_smaller(world_size: int, batch: list[Example]) -> None:
     configured(alone, world_size, [Phase.generate, Phase.shrink])()
 
 
-def show_fewer(world_size: int, batch: list[Example]) -> None:
+def show_fewer(world_size: int, batch: list[Example], failure: Exception) -> None:
     """Raises the failure of examples that fail together, without those that it does not take."""
     deadline = time.monotonic() + SHRINKING
     for example in batch:
         rest = [other for other in batch if other is not example]
-        if time.monotonic() < deadline and failure_of(world_size, rest) is not None:
-            batch = rest
-    failure = failure_of(world_size, batch)
+        found = failure_of(world_size, rest) if time.monotonic() < deadline else None
+        if found is not None:
+            batch, failure = rest, found
     listed = "\n".join(map(repr, batch))
     raise AssertionError(f"These examples fail, one after the other:\n{listed}") from failure
 
@@ -545,9 +545,10 @@ def test_every_sample_once_in_equal_steps(world_size):
     chosen = found_before(world_size) + drawn(world_size)
     for start in range(0, len(chosen), AT_ONCE):
         batch = chosen[start : start + AT_ONCE]
-        if failure_of(world_size, batch) is not None:
+        failure = failure_of(world_size, batch)
+        if failure is not None:
             show_smaller(world_size, batch)
-            show_fewer(world_size, batch)
+            show_fewer(world_size, batch, failure)
     kinds = collections.Counter(type(example.data).__name__ for example in chosen)
     print(f"{len(chosen)} examples on {world_size} ranks: {dict(kinds)}")
     assert len(set(chosen)) >= share(world_size)

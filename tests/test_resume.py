@@ -63,8 +63,24 @@ def make(kind: str, accelerator: Accelerator) -> DataLoader:
         return DataLoader(Stream(items), batch_size=2)
     if kind == "drop_last":
         return DataLoader(Remembering(items), batch_size=2, drop_last=True)
+    if kind.startswith("stateful"):
+        return make_stateful(kind, rank, world_size, items)
     assert kind == "remembering"
     return DataLoader(Remembering(items), batch_size=2)
+
+
+def make_stateful(kind: str, rank: int, world_size: int, items: list) -> DataLoader:
+    """torchdata's own, over a stream with a state, over a list, or with its own sampler."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    workers = 2 if kind.endswith("workers") else 0
+    if kind.startswith("stateful list"):
+        return StatefulDataLoader(items, batch_size=2, shuffle=True, num_workers=workers)
+    if kind.startswith("stateful sampler"):
+        sampler = StatefulDistributedSampler(range(13), world_size, rank, shuffle=True)
+        return StatefulDataLoader(range(13), batch_size=2, sampler=sampler, num_workers=workers)
+    return StatefulDataLoader(Remembering(items), batch_size=2, num_workers=workers)
 
 
 def go_through(accelerator, loader, first=None, stop=None, folder=None) -> list:
@@ -106,7 +122,8 @@ def resumed(kind: str, folder: str) -> list:
 
 @parameterized.expand(
     [(2, kind) for kind in ("distributed", "shuffled", "generator", "stream", "remembering", "drop_last")]
-    + [(3, "distributed"), (3, "remembering")]
+    + [(2, kind) for kind in ("stateful", "stateful list", "stateful sampler")]
+    + [(3, "distributed"), (3, "remembering"), (3, "stateful")]
 )
 def test_goes_on_as_if_nobody_had_interrupted_it(world_size, kind):
     expected = run(world_size, uninterrupted, kind)
@@ -195,7 +212,17 @@ def test_case_23_the_epoch_comes_back(tmp_path):
         assert steps == [order[start : start + 2] for start in range(0, 7, 2)]
 
 
-@parameterized.expand([("remembering",), ("drop_last",), ("generator",), ("shuffled",)])
+@parameterized.expand([("stateful workers",), ("stateful list workers",)])
+def test_goes_on_with_workers(kind):
+    expected = run(2, uninterrupted, kind)
+    for stop in (2, len(expected[0]) // 3):
+        with tempfile.TemporaryDirectory() as folder:
+            before = run(2, interrupted, kind, stop, folder)
+            after = run(2, resumed, kind, folder)
+        assert [first + rest for first, rest in zip(before, after)] == expected, stop
+
+
+@parameterized.expand([("remembering",), ("drop_last",), ("generator",), ("shuffled",), ("stateful",)])
 def test_between_epochs(kind):
     expected = run(2, uninterrupted, kind)
     with tempfile.TemporaryDirectory() as folder:

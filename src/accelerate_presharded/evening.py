@@ -71,6 +71,9 @@ class Source:
         begin_order (`torch.Tensor`, *optional*):
             The random numbers with which the pass began in which the loader was left, see [`Pass`].
         on_pass (`Callable`, *optional*): Called before each pass over the loader, its own and every replay.
+        may_end_at_once (`bool`, *optional*, defaults to `False`):
+            Whether the loader goes on from the end of a pass. Some begin the next one with that, and others end once
+            more before they do.
 
     **Available attributes:**
 
@@ -89,9 +92,11 @@ class Source:
         resumed: tuple[int, Mark] | None = None,
         begin_order: torch.Tensor | None = None,
         on_pass: Callable[[], None] | None = None,
+        may_end_at_once: bool = False,
     ):
         step, mark = resumed or (0, Mark())
         self._is_resumed = resumed is not None
+        self._may_end_at_once = may_end_at_once
         self.start = max(start, step)
         self.skipped_samples = 0
         self._loader = loader
@@ -116,6 +121,10 @@ class Source:
             opened = self._pass(self._num_to_skip)
             self._own = iter(opened)
             batch = next(self._own, _NOTHING)
+            if batch is _NOTHING and self._may_end_at_once:
+                opened = self._pass(self._num_to_skip)
+                self._own = iter(opened)
+                batch = next(self._own, _NOTHING)
             self._num_own += opened.skipped_batches
             self._num_replayed = self._num_to_skip - opened.skipped_batches
             self.skipped_samples = opened.skipped_samples

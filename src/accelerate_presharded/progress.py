@@ -30,7 +30,7 @@ _ENTRIES = {
     "own_batches": int,
     "in_replay": bool,
     "is_last": bool,
-    "own_ended": bool,
+    "cut_short": int,
     "loader": bytes,
 }
 
@@ -56,9 +56,12 @@ class Progress:
         self.samples = 0
         self._mark = Mark()
         self._is_last = False
-        self._own_ended = False
+        # The wrapped loader's state at the end of the last epoch, and how many passes it has begun since.
+        self._end_state: Any = None
+        self._cut_short = 0
         self._loader = loader
         self._is_resumed = False
+        self._may_end_at_once = False
         # Of the beginning of the pass that is under way; where none is, those of the present count.
         self._random: dict[str, Any] | None = None
 
@@ -81,10 +84,10 @@ class Progress:
         read_state = None if holder is None else holder.state_dict
         resumed = begin_order = None
         is_resumed, self._is_resumed = self._is_resumed, False
+        for _ in range(self._cut_short if is_resumed and holder is self._loader else 0):
+            # Each of them has drawn an order, which the next epoch's follows.
+            next(iter(self._loader), None)
         if is_resumed and self._is_last and (holder is not None or skip):
-            for _ in range(self._passes_cut_short() if holder is self._loader else 0):
-                # Each of them has drawn an order, which the next epoch's follows.
-                next(iter(self._loader), None)
             return None
         if is_resumed and (holder is not None or skip == self.batches):
             begin_order = self._random and self._random["torch"]
@@ -94,7 +97,8 @@ class Progress:
                 self.samples = 0  # they are counted while they are skipped
         else:
             self._reset()
-        return Source(self._loader, skip, read_state, resumed, begin_order, self._note_random_state)
+        may_end_at_once, self._may_end_at_once = self._may_end_at_once, False
+        return Source(self._loader, skip, read_state, resumed, begin_order, self._note_random_state, may_end_at_once)
 
     def advance(self, batches: int, samples: int, mark: Mark, source: Source, is_last: bool) -> None:
         """
@@ -110,17 +114,21 @@ class Progress:
         self.batches, self.samples, self._mark = batches, samples, mark
         self._is_last = is_last
         if is_last:
-            self._own_ended = source.ended
             if source.ended:
+                # All its replays have been begun since, and the last may not have come to its end.
                 self._mark = mark._replace(state=source.end_state)
+                self._cut_short = math.ceil((batches - mark.batches) / max(1, mark.batches))
+            else:
+                self._cut_short = 1  # all ranks stop with the shortest
             # What follows is another pass, which begins with the random numbers of that time.
             self._random = None
 
     def end(self) -> None:
         """Note that the epoch has come to its end."""
         self.epochs.current += 1
-        # The wrapped loader's state is asked for when it is needed: nothing is read ahead between epochs.
+        state, cut_short = self._mark.state, self._cut_short
         self._reset()
+        self._end_state, self._cut_short = state, cut_short
 
     def to_dict(self, process_index: int) -> dict[str, Any]:
         """
@@ -133,7 +141,7 @@ class Progress:
             `dict[str, Any]`: Numbers, and one entry of bytes.
         """
         holder = self._holder()
-        state = self._mark.state
+        state = self._mark.state if self.batches else self._end_state
         if state is None and holder is not None:
             state = holder.state_dict()
         random = self._random or self._random_state()
@@ -145,7 +153,7 @@ class Progress:
             "own_batches": self._mark.batches,
             "in_replay": self._mark.in_replay,
             "is_last": self._is_last,
-            "own_ended": self._own_ended,
+            "cut_short": self._cut_short,
             "loader": _pack({"state": state, "random": random, "mid_pass": self._random is not None}),
         }
 
@@ -188,24 +196,21 @@ class Progress:
         in_epoch = entries["batches"] and not entries["is_last"]
         if inner["state"] is not None and (holder is self._loader or in_epoch):
             holder.load_state_dict(inner["state"])
+            self._may_end_at_once = not in_epoch
         for generator, state in zip(self._generators(), inner["random"]["generators"]):
             generator.set_state(state)
         self.epochs.set(entries["epoch"])
         self.batches, self.samples = entries["batches"], entries["samples"]
         self._mark = Mark(entries["own_batches"], entries["in_replay"], inner["state"])
-        self._is_last, self._own_ended = entries["is_last"], entries["own_ended"]
+        self._is_last, self._cut_short = entries["is_last"], entries["cut_short"]
+        self._end_state = None if entries["batches"] else inner["state"]
         self._random = inner["random"] if inner["mid_pass"] else None
         self._is_resumed = True
 
-    def _passes_cut_short(self) -> int:
-        """Count the passes of a complete epoch of which the loader's state, as it was saved, does not know the end."""
-        if not self._own_ended:
-            return 1  # all ranks have stopped with the shortest
-        return math.ceil((self.batches - self._mark.batches) / max(1, self._mark.batches))
-
     def _reset(self) -> None:
         self.batches = self.samples = 0
-        self._mark, self._is_last, self._own_ended, self._random = Mark(), False, False, None
+        self._mark, self._is_last, self._random = Mark(), False, None
+        self._end_state, self._cut_short = None, 0
 
     def _holder(self) -> Any:
         """Find who keeps the state: the loader, or a stream that is read in this process."""

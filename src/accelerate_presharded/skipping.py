@@ -72,7 +72,7 @@ class Pass:
 class _Behind:
     """A sampler that leaves out its first items the first time it is iterated."""
 
-    def __init__(self, sampler: Iterable, num_items: int, opened: Pass, present: torch.Tensor | None):
+    def __init__(self, sampler: Iterable, num_items: int, opened: Pass | None, present: torch.Tensor | None):
         self.sampler = sampler
         self.num_items = num_items
         self.opened = opened
@@ -84,7 +84,8 @@ class _Behind:
         items = iter(self.sampler)
         for indices in itertools.islice(items, self.num_items):
             self.opened.count(len(indices) if isinstance(indices, list) else None)
-        self.num_items = 0
+        # The pass holds the loader's iterator, which holds this: a cycle would keep the workers alive.
+        self.num_items, self.opened = 0, None
         if self.present is not None:
             torch.set_rng_state(self.present)
             self.present = None
