@@ -26,7 +26,7 @@ setup(
     package_data={"accelerate_presharded": ["py.typed"]},
     zip_safe=False,
     python_requires=">=3.10",
-    install_requires=["torch>=2.4", "accelerate>=1.8,<1.16"],
+    install_requires=["torch>=2.4", "accelerate>=1.14,<1.16"],
     extras_require=extras,
     classifiers=[
         "Development Status :: 4 - Beta",

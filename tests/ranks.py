@@ -275,6 +275,7 @@ class _Pool:
         }
         try:
             self.lines.send({"command": "fork", **request})
+            self.early: list[dict] = []
             self.pids = self._wait_for(call, "forked", START_TIMEOUT)["pids"]
             return self._collect(call, directory, world_size, timeout, grace)
         except (_ServerDied, OSError) as error:
@@ -291,7 +292,7 @@ class _Pool:
         reason = f"no result after {timeout:g} s"
         failed = False
         while len(outcomes) < world_size:
-            message = self.lines.receive(deadline)
+            message = self.early.pop(0) if self.early else self.lines.receive(deadline)
             if message is None:
                 break
             rank = message.get("rank")
@@ -336,6 +337,8 @@ class _Pool:
                 raise _ServerDied(f"no answer ({event}) after {timeout:g} s")
             if message["call"] == call and message["event"] == event:
                 return message
+            # A quick rank may be done before the server has said that it was forked.
+            self.early.append(message)
 
     def _end(self, call: int) -> None:
         """Ends the processes of a call, whatever they do."""
