@@ -19,7 +19,18 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from parameterized import parameterized
 from ranks import run
-from shared import DealtBatches, NoLoader, SizedStream, Stream, collectives, flat, lists, seeded
+from shared import (
+    DealtBatches,
+    Listening,
+    ListeningList,
+    NoLoader,
+    SizedStream,
+    Stream,
+    collectives,
+    flat,
+    lists,
+    seeded,
+)
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, get_worker_info
 
 import accelerate_presharded
@@ -350,6 +361,35 @@ class TestCopying:
         copied = COPIES[how](prepared)
         copied.base_dataloader.sampler.set_epoch(7)
         assert [lists(copied), lists(copied)] == [order(7), order(8)]
+
+
+class TestEpochs:
+    def test_set_epoch_tells_everyone_at_once(self):
+        dataset = ListeningList(range(36))
+        sampler = Listening(range(36), 3, 1)
+        prepared = PreshardedDataLoader(DataLoader(dataset, batch_size=3, sampler=sampler))
+        prepared.set_epoch(3)
+        assert (sampler.epoch, sampler.heard, dataset.heard, prepared.iteration) == (3, [3], [3], 3)
+        lists(prepared)
+        assert (sampler.heard, dataset.heard) == ([3], [3])
+
+    def test_the_last_word_counts(self):
+        prepared = shuffled()
+        sampler = prepared.base_dataloader.sampler
+        sampler.set_epoch(7)
+        prepared.set_epoch(4)
+        assert lists(prepared) == order(4)
+        prepared.set_epoch(9)
+        sampler.set_epoch(2)
+        assert lists(prepared) == order(2)
+        assert lists(prepared) == order(3)
+
+    def test_a_pass_cut_short_is_no_epoch(self):
+        # As in Accelerate, which counts an epoch at its end.
+        prepared = shuffled()
+        assert next(iter(prepared)).tolist() == order(0)[0]
+        assert lists(prepared) == order(0)
+        assert lists(prepared) == order(1)
 
 
 # What is left in the gradient state
@@ -869,7 +909,9 @@ class TestSkipping:
         loader = DataLoader(WorkerIds(), num_workers=2, persistent_workers=True)
         prepared = PreshardedDataLoader(loader)
         lists(prepared)
-        during = set(flat(lists(skip_first_batches(prepared, 1))))
+        batches = lists(skip_first_batches(prepared, 1))
+        assert len(batches) == 3  # also of workers that were there before
+        during = set(flat(batches))
         after = [set(flat(lists(prepared))), set(flat(lists(prepared)))]
         assert os.getpid() not in during
         assert len(after[0]) == 2
