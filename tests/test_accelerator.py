@@ -43,12 +43,7 @@ import accelerate_presharded
 from accelerate_presharded import DataLoaderConfiguration, PreshardedDataLoader
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    """What is prepared without ranks leaves Accelerate's singletons behind."""
-    yield
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def marked(accelerator, length: int = 12, **settings) -> DataLoader:

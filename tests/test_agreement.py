@@ -10,7 +10,6 @@ import accelerate.data_loader
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from parameterized import parameterized
 from ranks import Failure, run
 from shared import Logged, RankBatches, Stream, collectives, dealt, flat, lists, raised, stand_in_gpus
@@ -32,12 +31,7 @@ WORLD_SIZES = [(2,), (3,), (4,)]
 PROMPT = 15.0  # seconds; the deadline is 60
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    """What is prepared without ranks leaves Accelerate's singletons behind."""
-    yield
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 # settle

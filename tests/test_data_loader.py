@@ -15,7 +15,7 @@ import accelerate.data_loader
 import numpy.random  # noqa: F401  (or else every worker process imports it)
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from parameterized import parameterized
 from ranks import run
@@ -37,12 +37,7 @@ import accelerate_presharded
 from accelerate_presharded import PreshardedDataLoader, prepare_data_loader, skip_first_batches
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    """What is prepared without ranks leaves Accelerate's singletons behind."""
-    yield
-    GradientState._reset_state()
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Multiplying(DataLoader):

@@ -345,7 +345,7 @@ def reports(number: int) -> list[tuple[int, str]]:
     key = f"{_KEY}/step/{number}"
     if not store.check([key]):
         return []
-    return sorted((rank, text) for rank, text in map(json.loads, store.get(key).decode().splitlines()))
+    return [(rank, text) for rank, text in sorted(_parse(store.get(key)))]
 
 
 def _decide_together(
@@ -431,7 +431,7 @@ def _difference(first: Facts, other: Facts) -> str:
     return f"{contents(first)}, and {contents(other)}"
 
 
-def _parse(posted: bytes) -> list[dict[str, Any]]:
+def _parse(posted: bytes) -> list[Any]:
     return [json.loads(line) for line in posted.decode().splitlines()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ def save_with_loaders(accelerator: accelerate.Accelerator) -> None:
     Args:
         accelerator ([`~accelerate.Accelerator`]): Whose loaders are meant.
     """
-    hook = _SaveHook(accelerator)
-    if hook not in accelerator._save_model_state_pre_hook.values():
-        accelerator.register_save_state_pre_hook(hook)
+    _register_once(
+        _SaveHook(accelerator), accelerator._save_model_state_pre_hook, accelerator.register_save_state_pre_hook
+    )
 
 
 def load_with_loaders(accelerator: accelerate.Accelerator) -> None:
@@ -40,9 +41,14 @@ def load_with_loaders(accelerator: accelerate.Accelerator) -> None:
     Args:
         accelerator ([`~accelerate.Accelerator`]): Whose loaders are meant.
     """
-    hook = _LoadHook(accelerator)
-    if hook not in accelerator._load_model_state_pre_hook.values():
-        accelerator.register_load_state_pre_hook(hook)
+    _register_once(
+        _LoadHook(accelerator), accelerator._load_model_state_pre_hook, accelerator.register_load_state_pre_hook
+    )
+
+
+def _register_once(hook: _Hook, registered: dict[Any, Any], register: Callable[[Any], Any]) -> None:
+    if not any(type(other) is type(hook) for other in registered.values()):
+        register(hook)
 
 
 class _Hook:
@@ -50,12 +56,6 @@ class _Hook:
 
     def __init__(self, accelerator: accelerate.Accelerator):
         self._accelerator = accelerator
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other)
-
-    def __hash__(self) -> int:
-        return hash(type(self))
 
     def files(self, folder: str | os.PathLike) -> dict[Path, PreshardedDataLoader]:
         rank = self._accelerator.process_index

@@ -72,7 +72,7 @@ def count_real(loader: Any) -> int | None:
         return len(sampler) - stated
     if not _deals_like_distributed_sampler(sampler):
         return None
-    length = _length(read(sampler, "dataset")) or _length(read(sampler, "lengths"))
+    length = length_of(read(sampler, "dataset")) or length_of(read(sampler, "lengths"))
     if length is None:
         return None
     padding = sampler.total_size - length
@@ -129,7 +129,7 @@ def innermost_sampler(loader: Any) -> Any:
         if not _is_exact(type(sampler).__iter__):
             return None
         sampler = sampler.sampler
-    return sampler if _length(sampler) is not None else None
+    return sampler if length_of(sampler) is not None else None
 
 
 def _draws_from_exact_sampler(loader: Any) -> bool:
@@ -150,7 +150,16 @@ def _deals_like_distributed_sampler(sampler: Any) -> bool:
     return any(module.startswith(package) and name == alike for package, alike in _DEALT_ALIKE)
 
 
-def _length(obj: Any) -> int | None:
+def length_of(obj: Any) -> int | None:
+    """
+    Return the length of an object that may be anything.
+
+    Args:
+        obj (`Any`): The object.
+
+    Returns:
+        `int` or `None`: `None` if it has no length, or if asking for it raises.
+    """
     try:
         return len(obj) if isinstance(obj, Sized) else None
     except Exception:

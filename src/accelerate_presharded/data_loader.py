@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from logging import INFO, WARNING
 from typing import Any
 
@@ -19,7 +19,7 @@ from accelerate.utils import RNGType, is_torch_xla_available, send_to_device, sy
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from .agreement import Facts, Plan, agree, can_speak, post_ordinary, refuse
-from .counting import count_batches, count_real, count_samples, draws_single_items, stated_padding
+from .counting import count_batches, count_real, count_samples, draws_single_items, length_of, stated_padding
 from .evening import Channel, Source, Step, alone, counted, together
 from .metrics import Count
 from .progress import VERSION, Progress
@@ -567,12 +567,12 @@ def wrap_presharded(
         message = f"Rank {process_index}: {error}"
         refuse(message)
         raise ValueError(message) from None
-    facts = _facts_of(dataloader, process_index, size, index, even_batches) if speaks else None
     if not presharded:
-        if facts is not None:
+        if speaks:
+            facts = Facts(process_index, size, index, describe(dataloader), **_contents_of(dataloader))
             _compare_with_other_ranks(facts, already_sharded, dispatch_batches)
         return None
-    plan = None if facts is None else agree(facts)
+    plan = agree(_facts_of(dataloader, process_index, size, index, even_batches)) if speaks else None
     if plan is not None and plan.steps() is None:
         Channel.current()  # made here, where all ranks are together
     _warn_of_settings_without_effect(dataloader, use_seedable_sampler, use_stateful_dataloader)
@@ -717,10 +717,10 @@ def warn_of_scheduler(accelerator: accelerate.Accelerator, loader: Any = None) -
     if loader is None or said_before or steps == 1 or not accelerator.step_scheduler_with_optimizer:
         return
     logger.warning(
-        f"{describe(read(loader, 'base_dataloader', loader))} is already sharded, so its length is that of one rank. Accelerate takes "
-        f"it for the length over all ranks, and a prepared scheduler makes {steps} steps with every optimizer step: "
-        f"one built for `len(loader)` steps ends after 1/{steps} of the epoch. Build it for {steps} times as many "
-        "steps, or pass `step_scheduler_with_optimizer=False` to `Accelerator` and step it once a batch."
+        f"{describe(read(loader, 'base_dataloader', loader))} is already sharded, so its length is that of one rank. "
+        f"Accelerate takes it for the length over all ranks, and a prepared scheduler makes {steps} steps with every "
+        f"optimizer step: one built for `len(loader)` steps ends after 1/{steps} of the epoch. Build it for {steps} "
+        "times as many steps, or pass `step_scheduler_with_optimizer=False` to `Accelerator` and step it once a batch."
     )
 
 
@@ -863,12 +863,6 @@ def _common_generator(dataloader: Any, explicit: bool) -> torch.Generator | None
 
 def _facts_of(dataloader: Any, rank: int, num_processes: int, process_index: int, even_batches: bool) -> Facts:
     sharding = find_sharding(dataloader)
-    dataset = read(dataloader, "dataset")
-    fingerprint = read(dataset, "_fingerprint")
-    length = None
-    if isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset):
-        with contextlib.suppress(Exception):
-            length = len(dataset)
     return Facts(
         rank=rank,
         num_processes=num_processes,
@@ -881,9 +875,17 @@ def _facts_of(dataloader: Any, rank: int, num_processes: int, process_index: int
         drop_last=read(dataloader, "drop_last") is True
         or read(read(dataloader, "batch_sampler"), "drop_last") is True,
         even_batches=even_batches,
-        dataset_length=length,
-        fingerprint=fingerprint if isinstance(fingerprint, str) else None,
+        **_contents_of(dataloader),
     )
+
+
+def _contents_of(dataloader: Any) -> dict[str, Any]:
+    dataset = read(dataloader, "dataset")
+    fingerprint = read(dataset, "_fingerprint")
+    return {
+        "dataset_length": None if isinstance(dataset, IterableDataset) else length_of(dataset),
+        "fingerprint": fingerprint if isinstance(fingerprint, str) else None,
+    }
 
 
 def _compare_with_other_ranks(facts: Facts, already_sharded: bool | None, dispatch_batches: bool | None) -> None:
