@@ -195,8 +195,9 @@ def between_epochs(kind: str, folder: str, load: bool) -> list:
     loader = accelerator.prepare(make(kind, accelerator), already_sharded=True)
     if load:
         accelerator.load_state(folder)
+    steps = []  # of all the epochs that this process has gone through
     while loader.iteration < (EPOCHS if load else 2):
-        steps = [batch.tolist() for batch in loader]
+        steps += [batch.tolist() for batch in loader]
     if not load:
         accelerator.save_state(folder)
     return steps
