@@ -690,3 +690,9 @@ def _launch(task: dict, request: dict, rank: int) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(rank)
     torch.distributed.init_process_group("gloo")
+    # Nobody starts before all have joined: a function that ends its process at once would break the others' joining.
+    # Through the store, which no rank can take with it.
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if store.add("joined", 1) == request["world_size"]:
+        store.set("all joined", "yes")
+    store.wait(["all joined"])
