@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate.utils import ProjectConfiguration
 from parameterized import parameterized
 from ranks import Failure, run
@@ -326,3 +327,44 @@ def test_the_state_of_a_loader_on_its_own():
     short, long = run(2, own, None)
     assert short == ([[0, 1]], [[2, 3], [4], [0, 1], [2, 3]], ["num_processes", "rank_0", "version"])
     assert long[1] == [[102, 103], [104, 105], [106, 107], [108]]
+
+
+def through_dcp(kind: str, folder: str, how: str, stop: int | None) -> list:
+    """Saves or loads with `torch.distributed.checkpoint`: one folder for all ranks, and no `save_state`."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(make(kind, accelerator), already_sharded=True)
+    first = loader
+    if stop is None:
+        if how == "object":
+            dcp.load({"loader": loader}, checkpoint_id=folder)
+        else:
+            state = {"loader": loader.state_dict()}
+            dcp.load(state, checkpoint_id=folder)
+            loader.load_state_dict(state["loader"])
+        first = accelerator.skip_first_batches(loader, loader.batches_yielded)
+    steps = []
+    while loader.iteration < EPOCHS:
+        for batch in first:
+            steps.append(batch.tolist())
+            if len(steps) == stop:
+                dcp.save({"loader": loader if how == "object" else loader.state_dict()}, checkpoint_id=folder)
+                return steps
+        first = loader
+    return steps
+
+
+@parameterized.expand(
+    [
+        (2, "distributed", "object"),
+        (2, "remembering", "dictionary"),
+        (3, "stateful", "object"),
+        (2, "generator", "object"),
+    ]
+)
+def test_through_a_distributed_checkpoint(world_size, kind, how):
+    expected = [[batch for batch, _, _ in steps] for steps in run(world_size, uninterrupted, kind)]
+    for stop in (2, len(expected[0]) // EPOCHS, len(expected[0]) // EPOCHS + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            before = run(world_size, through_dcp, kind, folder, how, stop)
+            after = run(world_size, through_dcp, kind, folder, how, None)
+        assert [first + rest for first, rest in zip(before, after)] == expected, stop
