@@ -32,6 +32,16 @@ class SizedStream(Stream):
         return len(self.items)
 
 
+@contextlib.contextmanager
+def in_blocks(patience: int | None):
+    """The ranks of a stream speak of more steps at once after so many words, as if words took all their time."""
+    if patience is None:
+        yield
+        return
+    with mock.patch.multiple("accelerate_presharded.channel", _PATIENCE=patience, _SHARE=-1.0):
+        yield
+
+
 class NoLoader:
     """
     Stands in for `webdataset.WebLoader` and `torchdata.nodes.Loader`: an iterable of batches that is no `DataLoader`.

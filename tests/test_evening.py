@@ -15,7 +15,18 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 from ranks import run
-from shared import Listening, ListeningList, Logged, RankBatches, SizedStream, Stream, collectives, lists, raised
+from shared import (
+    Listening,
+    ListeningList,
+    Logged,
+    RankBatches,
+    SizedStream,
+    Stream,
+    collectives,
+    in_blocks,
+    lists,
+    raised,
+)
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from accelerate_presharded import Accelerator, DataLoaderConfiguration
@@ -354,12 +365,13 @@ def test_known_counts_need_no_communication(lengths, drop_last, even_batches):
 
 
 @parameterized.expand(itertools.product(([4, 10], [10, 6, 9]), (True, False)))
-def test_unknown_counts_take_one_integer_a_step(lengths, drop_last):
+def test_unknown_counts_take_one_short_word_a_step(lengths, drop_last):
     per_rank = run(len(lengths), of_each, KINDS[1:], cost, lengths, drop_last, True)
     for result in (result for results in per_rank for result in results.values()):
         # One for each step, and one that tells that there is no other.
         assert result["calls"] == ["all_reduce"] * (result["steps"] + 1)
-        assert set(result["sums"]) == {(1, False, True)}
+        ((number, is_float, is_async),) = set(result["sums"])
+        assert number < 100 and not is_float and is_async
         assert result["groups"] == 1
         assert not result["default group"]
         assert result["backends"] == ["gloo"]
@@ -386,10 +398,83 @@ def words_before_steps() -> list[int]:
     return [len(sent) for _ in loader]
 
 
-def test_the_integer_travels_while_the_step_is_taken():
+def test_the_word_travels_while_the_step_is_taken():
     # Before a step is taken, the word about the one after the next has been sent: 3 before the first step. The last
     # word, that there is a seventh step on no rank, is sent before the fifth.
     assert run(2, words_before_steps) == [[3, 4, 5, 6, 7, 7]] * 2
+
+
+class Opaque:
+    """A batch of which nobody can say how much memory it takes."""
+
+
+BATCHES = {
+    "small": lambda number: torch.full((1,), number),
+    "a megabyte": lambda number: torch.full((2**20,), number % 256, dtype=torch.uint8),
+    "mostly small": lambda number: torch.zeros(2**23 if 100 <= number < 130 else 1, dtype=torch.uint8),
+    "opaque": lambda number: Opaque(),
+}
+
+
+class Counting:
+    """Makes batches, and knows how many it has made."""
+
+    def __init__(self, kind: str, number: int):
+        self.kind, self.number, self.drawn = kind, number, 0
+
+    def __iter__(self):
+        for number in range(self.number):
+            self.drawn += 1
+            yield BATCHES[self.kind](number)
+
+
+def in_blocks_of(kind: str, numbers: list[int], patience: int) -> tuple:
+    """The steps, the words, and how many batches were read ahead at most before each step."""
+    accelerator = Accelerator(cpu=True)
+    source = Counting(kind, numbers[accelerator.process_index])
+    loader = accelerator.prepare(source, already_sharded=True)
+    with in_blocks(patience), noted_sums() as sums:
+        ahead = [source.drawn - step for step, _ in enumerate(loader)]
+    return len(ahead), len(sums), ahead
+
+
+@parameterized.expand(
+    [
+        # One word about 1 step, one about 4, one about 16, and then about 64 each.
+        ("small", 1000, 1 + 1 + 1 + 16, 3 * 64),
+        # All are full, so it takes one more to say that there is no other step.
+        ("small", 1 + 4 + 16 + 2 * 64, 3 + 2 + 1, 3 * 64),
+        # Three blocks of 16 batches would take 48 of the 32 megabytes.
+        ("a megabyte", 40, 1 + 10, 3 * 4),
+        ("opaque", 40, 40 + 1, 3),
+    ]
+)
+def test_words_about_many_steps(kind, number, words, most):
+    for rank_steps, rank_words, ahead in run(2, in_blocks_of, kind, [number] * 2, 0):
+        assert (rank_steps, rank_words) == (number, words)
+        assert max(ahead) <= most
+
+
+def test_words_about_fewer_steps_when_batches_grow():
+    for steps, _, ahead in run(2, in_blocks_of, "mostly small", [200] * 2, 0):
+        assert steps == 200
+        assert max(ahead[:40]) > 16
+        # Of 8 megabytes each, the fifth is more than the 32 that are held.
+        assert max(ahead[115:124]) <= 5
+
+
+@parameterized.expand(itertools.product((0, 1, 3), ([90, 90], [90, 7], [1, 90], [30, 31], [5, 21, 20])))
+def test_blocks_of_uneven_ranks(patience, numbers):
+    for steps, _, _ in run(len(numbers), in_blocks_of, "small", numbers, patience):
+        assert steps == max(numbers)
+
+
+def test_one_rank_to_which_words_are_cheap_is_enough():
+    def of_ranks():
+        return in_blocks_of("small", [40, 40], 10**9 if dist.get_rank() else 0)
+
+    # It takes all of them to speak of more steps at once.
+    assert [words for _, words, _ in run(2, of_ranks)] == [41, 41]
 
 
 class Endless:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 from ranks import Failure, run
-from shared import Stream, lists, raised
+from shared import Stream, in_blocks, lists, raised
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from accelerate_presharded import Accelerator
@@ -174,10 +174,11 @@ def test_a_rank_that_prepares_something_else(world_size, fault):
 # an error in the data
 
 
-def error_in_stream(at: int, num_workers: int) -> tuple:
+def error_in_stream(at: int, num_workers: int, patience: int | None) -> tuple:
     accelerator = Accelerator(cpu=True)
     loader = make_loader(accelerator, "stream", at, breaks, num_workers=num_workers)
-    outcome = timed_pass(loader)
+    with in_blocks(patience):
+        outcome = timed_pass(loader)
     gc.collect()
     deadline = time.monotonic() + 10
     while multiprocessing.active_children() and time.monotonic() < deadline:
@@ -185,14 +186,17 @@ def error_in_stream(at: int, num_workers: int) -> tuple:
     return *outcome, len(multiprocessing.active_children())
 
 
-@parameterized.expand([(2, 0, 0), (2, 1, 0), (2, 4, 0), (3, 9, 0), (4, 5, 0), (3, 4, 1)])
-def test_an_error_in_a_stream(world_size, at, num_workers):
-    *others, failed = run(world_size, error_in_stream, at, num_workers, timeout=30.0)
+@parameterized.expand(
+    [(2, 0, 0), (2, 1, 0), (2, 4, 0), (3, 9, 0), (4, 5, 0), (3, 4, 1)]
+    + [(2, at, 0, 0) for at in (0, 1, 2, 3, 4, 6, 7)]
+)
+def test_an_error_in_a_stream(world_size, at, num_workers, patience=None):
+    *others, failed = run(world_size, error_in_stream, at, num_workers, patience, timeout=30.0)
     assert failed[0][0] == "Broken" and "the disk is full" in failed[0][1]
     for outcome in others:
         assert_heard(outcome, f"rank {world_size - 1}", "Broken", "the disk is full")
-        # The step before the one that cannot be taken is not reached by all, since it is read ahead.
-        assert at - 2 <= outcome[1] <= at
+    # All ranks have taken the steps before the one that cannot be taken.
+    assert [outcome[1] for outcome in (*others, failed)] == [at] * world_size
     assert [outcome[3] for outcome in (*others, failed)] == [0] * world_size  # no worker is left
 
 

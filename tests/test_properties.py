@@ -37,6 +37,7 @@ from model import (
 )
 from ranks import RankError, run
 from shared import DealtBatches as DealtBatchSampler
+from shared import in_blocks
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -175,6 +176,7 @@ def examples(draw, world_size: int) -> Example:
         as_objects=draw(st.booleans()),
         workers=workers,
         persistent_workers=workers > 0 and draw(st.booleans()),
+        patience=draw(st.none() | st.integers(0, 3)),
     )
 
 
@@ -380,7 +382,11 @@ def seen(number: int, example: Example, num_steps: list[list[int]], fails: bool)
 
 
 def all_seen(tasks: list[tuple]) -> list[dict]:
-    return [seen(number, *task) for number, task in enumerate(tasks)]
+    found = []
+    for number, task in enumerate(tasks):
+        with in_blocks(task[0].patience):
+            found.append(seen(number, *task))
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- the checks

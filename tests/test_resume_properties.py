@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameterized import parameterized
 from ranks import Failure, run
+from shared import in_blocks
 from test_resume import Remembering, Stream
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -36,6 +37,7 @@ class Example:
     drop_last: bool
     stops: tuple[int, ...]
     killed: bool
+    patience: int | None  # see `in_blocks`
 
     @property
     def steps(self) -> int:
@@ -62,7 +64,8 @@ def examples(draw, world_size: int) -> Example:
     drop_last = draw(st.booleans())
     shortest = batch_size * (world_size if drop_last else 1)  # a batch on every rank, also of what a sampler cuts
     lengths = draw(st.tuples(*[st.integers(shortest, 12)] * world_size))
-    example = Example(draw(st.sampled_from(KINDS)), lengths, batch_size, drop_last, (), draw(st.booleans()))
+    patience = draw(st.none() | st.integers(0, 2))
+    example = Example(draw(st.sampled_from(KINDS)), lengths, batch_size, drop_last, (), draw(st.booleans()), patience)
     stops = draw(st.sets(st.integers(1, EPOCHS * example.steps), min_size=1, max_size=3))
     return dataclasses.replace(example, stops=tuple(sorted(stops)))
 
@@ -84,7 +87,12 @@ def make(example: Example, rank: int, world_size: int) -> DataLoader:
     return (StatefulDataLoader if kind == "stateful list" else DataLoader)(items, shuffle=True, **options)
 
 
-def life(example: Example, load: str | None, save: str | None, stop: int | None) -> list[list]:
+def life(example: Example, *args) -> list[list]:
+    with in_blocks(example.patience):
+        return steps_of_life(example, *args)
+
+
+def steps_of_life(example: Example, load: str | None, save: str | None, stop: int | None) -> list[list]:
     """The steps that one process makes: from the state in the one folder to that in the other, or to the end."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = accelerator.prepare(

@@ -19,12 +19,13 @@ from accelerate.utils import RNGType, is_torch_xla_available, send_to_device, sy
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from .agreement import Facts, Plan, agree, can_speak, post_ordinary, refuse
+from .batches import size_of
+from .channel import Channel
 from .counting import count_batches, count_real, count_samples, draws_single_items, length_of, stated_padding
-from .evening import Channel, Source, Step, alone, counted, together
+from .evening import Source, Step, alone, counted, together
 from .metrics import Count
 from .progress import VERSION, Progress
 from .sharding import find_sharding, is_already_sharded, mismatch, read, sharded_by_sampler, walk_samplers
-from .skipping import size_of
 
 
 logger = get_logger(__name__)

@@ -7,16 +7,14 @@ settled beforehand; and `together`, where the ranks find out with every step whe
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from .agreement import Plan, empty_message, report, reports
+from .agreement import Plan
+from .batches import weight_of
+from .channel import MOST_BYTES, Channel, Turn, Word
 from .skipping import Pass
 
 
@@ -55,6 +53,7 @@ class Mark(NamedTuple):
 
 
 _NOTHING = object()
+_FAILED = object()
 
 
 class Source:
@@ -231,10 +230,13 @@ def together(
     source: Source, channel: Channel, loader: str, drop_last: bool, say: Callable[[str], None]
 ) -> Iterator[Step]:
     """
-    Go through a rank's batches in step with all other ranks, which say with every step whether they have a batch.
+    Go through a rank's batches in step with all other ranks, which say beforehand for which steps they have a batch.
 
-    It is read two batches ahead: the word about the step after the next is on its way while the user trains on the
-    one before, so that nobody waits for it.
+    They speak of a block of steps at once: of one step at first, of more where that pays, see [`Turn`]. While the user
+    trains on one block, the word about the next is on its way, and the one behind that is read, a batch with every
+    step. So nobody waits for a word, and up to three blocks are held, of one batch or of few bytes.
+
+    A batch that cannot be read is an error when its step comes, on all ranks at once, and not before.
 
     Args:
         source ([`Source`]): The rank's batches.
@@ -250,213 +252,155 @@ def together(
         `ValueError`: A rank has no batch at all while others have some.
         `RuntimeError`: A rank has failed, or has left its loop early.
     """
+    world_size = channel.world_size
     turn = channel.begin(loader)
-
-    def takes_place(holders: int) -> bool:
-        return holders == channel.world_size if drop_last else holders > 0
-
-    def ahead() -> tuple[Any, Word]:
-        # Read a batch and tell the others whether there was one.
-        own = source.own()
-        return own, turn.say(own is not None, is_empty=source.is_empty)
-
-    def in_hand(own: tuple[Any, Mark] | None) -> tuple[Any, Mark, bool]:
-        # Before the next word is said, for if there is nothing to repeat, that is what the others have to hear.
-        return (*own, False) if own is not None else (*source.replay(), True)
-
+    ahead = _Ahead(source, turn, lambda holders: holders == world_size if drop_last else holders > 0)
     try:
-        own, word = ahead()
-        holders = turn.hear(word)
-        if takes_place(holders):
-            current = in_hand(own)
-            own, word = ahead()
         num_steps = 0
-        while takes_place(holders):
-            num_steps += 1
-            if holders < channel.world_size:
-                say(
-                    f"{channel.world_size - holders} of {channel.world_size} ranks have no batch left for step "
-                    f"{num_steps} of this pass, so they repeat theirs from the beginning until the last has ended"
-                )
-            batch, mark, is_replay = current
-            ends_own = not is_replay and own is None
-            holders = turn.hear(word)
-            is_last = not takes_place(holders)
-            if not is_last:
-                current = in_hand(own)
-                own, word = ahead()
-            else:
-                turn.end()
-                if holders:
+        block: _Block | None = ahead.next_block()
+        while block is not None:
+            upcoming = None
+            for number, step in enumerate(block.steps):
+                num_steps += 1
+                missing = world_size - block.holders[number]
+                if missing:
                     say(
-                        f"{channel.world_size - holders} of {channel.world_size} ranks have no batch left after "
-                        f"{num_steps} steps, so all stop, because of `drop_last=True`"
+                        f"{missing} of {world_size} ranks have no batch left for step {num_steps} of this pass, so "
+                        "they repeat theirs from the beginning until the last has ended"
                     )
-            yield Step(batch, is_last, is_replay, ends_own, mark)
-        turn.end()
+                if number + 1 < len(block.steps):
+                    ahead.read()
+                else:
+                    if not block.is_final:
+                        upcoming = ahead.next_block()
+                    ending = block if upcoming is None else upcoming
+                    if ending.ends_at_once or ending is block and block.failure is None:
+                        step = step._replace(is_last=True)
+                        missing = world_size - ending.holders[-1]
+                        if missing < world_size:
+                            say(
+                                f"{missing} of {world_size} ranks have no batch left after {num_steps} steps, so all "
+                                "stop, because of `drop_last=True`"
+                            )
+                yield step
+            if block.failure is not None:
+                raise block.failure
+            block = upcoming
     except Exception as error:
         turn.fail(error)
         raise
     finally:
+        ahead.close()
         turn.leave()
 
 
-class Channel:
+class _Block(NamedTuple):
     """
-    Over which the ranks of a process group add up one integer with every step: their own gloo group, beside the one
-    that trains.
-    """
+    Steps on which the ranks have agreed.
 
-    _of_group: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-    @classmethod
-    def current(cls) -> Channel:
-        """
-        Return the channel of the default process group. The first call has to be made by all ranks at once.
-
-        Returns:
-            [`Channel`]: One for all loaders.
-        """
-        world = dist.group.WORLD
-        if world not in cls._of_group:
-            cls._of_group[world] = cls()
-        return cls._of_group[world]
-
-    def __init__(self):
-        self.group = dist.new_group(backend="gloo")
-        self.world_size = dist.get_world_size()
-        self.num_turns = 0
-        self.num_words = 0
-
-    def begin(self, loader: str) -> Turn:
-        """Begin a pass over a loader with this name."""
-        self.num_turns += 1
-        return Turn(self, self.num_turns, loader)
-
-
-class Word(NamedTuple):
-    """What was said about one step: its number among all, the sum to be, and the sum on its way."""
-
-    number: int
-    total: torch.Tensor
-    work: dist.Work
-
-
-class Turn:
-    """
-    One pass in which the ranks speak over a [`Channel`].
-
-    Each rank's integer has four digits: that it has a batch, that it has failed, that it has left, and in which turn
-    it is. The base is larger than the number of ranks, so the digits of the sum are the sums of the digits.
+    Args:
+        steps (`list[Step]`): The steps to take.
+        holders (`list[int]`):
+            How many ranks have a batch of their own for each of them, and for the one that would follow, if none does.
+        is_final (`bool`): Whether no step follows.
+        failure (`Exception` or `None`): Why, if it is because a rank cannot go on.
     """
 
-    # Turns are told apart modulo this, so that the digit of the turn stays small.
-    _TURNS = 61
+    steps: list[Step]
+    holders: list[int]
+    is_final: bool
+    failure: Exception | None
 
-    def __init__(self, channel: Channel, number: int, loader: str):
-        self._channel = channel
-        self._mark = number % self._TURNS
-        self._loader = loader
-        self._open = True
-        self._first: int | None = None
-
-    def say(self, has_batch: bool, is_empty: bool = False) -> Word:
-        """Say whether this rank has a batch for the next step of which nothing was said."""
-        if is_empty:
-            report(self._channel.num_words, "empty")
-        return self._send(has=has_batch)
-
-    def fail(self, error: Exception) -> None:
-        """Say that this rank has failed, instead of whether it has a batch, unless others have said so of themselves."""
-        if not self._open:
-            return
-        self._open = False
-        reason = f"raised {type(error).__name__}: {error}"
-        # A dying worker makes torch raise an error from a signal handler, so one more may come in here.
-        for attempt in (lambda: report(self._channel.num_words, reason), lambda: self._send(failed=True)):
-            for _ in range(3):
-                with contextlib.suppress(Exception):
-                    attempt()
-                    break
-
-    def end(self) -> None:
-        """Note that the pass has come to its end on all ranks, so nothing more is said."""
-        self._open = False
-
-    def leave(self) -> None:
-        """Say that this rank goes on no further, if the pass has not come to its end."""
-        # A loop that is left by `break` closes its iterator at once, on all ranks at the same place if all leave. What
-        # the garbage collector closes is closed whenever it happens to run, so nothing can be said in its name.
-        if not self._open or _collecting or not dist.is_initialized():
-            return
-        self._open = False
-        with contextlib.suppress(Exception):
-            report(self._channel.num_words, "left its loop")
-            self._send(left=True)
-
-    def hear(self, word: Word) -> int:
-        """
-        Wait for the word of all ranks about a step.
-
-        Args:
-            word ([`Word`]): What [`~Turn.say`] returned for that step.
-
-        Returns:
-            `int`: How many ranks have a batch for it.
-        """
-        world_size = self._channel.world_size
-        try:
-            word.work.wait()
-        except RuntimeError:
-            # It may be from a signal handler, by which torch reports the death of a worker, and not from the group.
-            self._complain_if_gone(word)
-            raise
-        rest, has = divmod(int(word.total), world_size + 1)
-        rest, failed = divmod(rest, world_size + 1)
-        turns, left = divmod(rest, world_size + 1)
-        if failed or left:
-            self._open = False
-            texts = "; ".join(f"rank {rank} {text}" for rank, text in reports(word.number) if text != "empty")
-            raise RuntimeError(f"{self._loader}: {texts or 'a rank has left its loop'}, so this rank cannot go on.")
-        if turns != self._mark * world_size:
-            self._open = False
-            raise RuntimeError(
-                f"{self._loader}: the ranks are not in the same pass, so a rank must have left its loop early while "
-                "others went on. Leave it on all ranks at the same step, or pass `even_batches=False`."
-            )
-        if 0 < has < world_size and word.number == self._first:
-            empty = [rank for rank, text in reports(word.number) if text == "empty"]
-            if empty:
-                self._open = False
-                full = next(rank for rank in range(world_size) if rank not in empty)
-                raise ValueError(empty_message(self._loader, empty, full))
-        return has
-
-    def _complain_if_gone(self, word: Word) -> None:
-        try:
-            word.work.wait()
-        except RuntimeError as error:
-            self._open = False
-            raise RuntimeError(
-                f"{self._loader}: a rank has gone before the ranks could agree on the next step. Its own output says why."
-            ) from error
-
-    def _send(self, has: bool = False, failed: bool = False, left: bool = False) -> Word:
-        base = self._channel.world_size + 1
-        number = self._channel.num_words
-        self._channel.num_words += 1
-        if self._first is None:
-            self._first = number
-        total = torch.tensor(has + base * failed + base**2 * left + base**3 * self._mark)
-        return Word(number, total, dist.all_reduce(total, group=self._channel.group, async_op=True))
+    @property
+    def ends_at_once(self) -> bool:
+        """Whether the pass has come to its end before this block, and not by a failure."""
+        return not self.steps and self.failure is None
 
 
-_collecting = False
+class _Read(NamedTuple):
+    """A batch that has been read, where the loader is behind it, and how many bytes it takes."""
+
+    batch: Any
+    mark: Mark
+    weight: float
 
 
-def _note_collection(phase: str, info: dict) -> None:
-    global _collecting
-    _collecting = phase == "start"
+class _Ahead:
+    """What a rank has read ahead of its steps, and what it has told the others of that."""
 
+    def __init__(self, source: Source, turn: Turn, takes_place: Callable[[int], bool]):
+        self._source = source
+        self._turn = turn
+        self._takes_place = takes_place
+        # What has been read: of which nothing has been said, of which the word is on its way, of which all have heard.
+        # `None` stands behind the end, and `_FAILED` for a batch that could not be read.
+        self._unsaid: list[Any] = []
+        self._said: list[Any] = []
+        self._heard: list[Any] = []
+        self._word: Word | None = None
+        self._error: Exception | None = None
 
-gc.callbacks.append(_note_collection)
+    def read(self) -> bool:
+        """Read one more batch of the block of which nothing has been said, unless it is complete."""
+        # The first of a block is always read, and as many with it as there is memory for.
+        if len(self._unsaid) >= self._turn.size or (self._unsaid and self._weight() > MOST_BYTES):
+            return False
+        entry: Any = None
+        if self._error is None:
+            try:
+                own = self._source.own()
+                if own is not None:
+                    entry = _Read(*own, weight_of(own[0]))
+            except Exception as error:
+                # Its step has not come yet, and the other ranks count on those before it.
+                entry, self._error = _FAILED, error
+        self._unsaid.append(entry)
+        return True
+
+    def next_block(self) -> _Block:
+        """Wait for the word of all ranks about the next block, and say something about the one behind it."""
+        if self._word is None:
+            self._say()
+        holders, failed_at = self._turn.hear(self._word)
+        # The block is no longer than what every rank has read of it.
+        own, self._unsaid = self._said[: len(holders)], self._said[len(holders) :] + self._unsaid
+        taken = 0
+        while taken < len(own) and taken != failed_at and self._takes_place(holders[taken]):
+            taken += 1
+        # Before the next word is said, for if there is nothing to repeat, that is what the others have to hear.
+        in_hand = [(*each[:2], False) if each is not None else (*self._source.replay(), True) for each in own[:taken]]
+        self._heard = own
+        failure, is_final = None, taken < len(own)
+        if is_final:
+            self._turn.end()
+            if taken == failed_at:
+                failure = self._error if any(each is _FAILED for each in own) else self._turn.failure(self._word)
+        else:
+            self._say()
+            own = [*own, self._said[0]]
+        steps = [
+            Step(batch, False, is_replay, not is_replay and own[number + 1] is None, mark)
+            for number, (batch, mark, is_replay) in enumerate(in_hand)
+        ]
+        return _Block(steps, holders[: taken + 1], is_final, failure)
+
+    def _say(self) -> None:
+        while self.read():
+            pass
+        self._said, self._unsaid = self._unsaid[: self._turn.size], self._unsaid[self._turn.size :]
+        batches = [each for each in self._said if isinstance(each, _Read)]
+        self._word = self._turn.say(
+            [isinstance(each, _Read) for each in self._said],
+            failed_at=next((number for number, each in enumerate(self._said) if each is _FAILED), None),
+            error=self._error,
+            is_empty=self._source.is_empty,
+            weight=batches[-1].weight if batches else 0,
+        )
+
+    def _weight(self) -> float:
+        read = (*self._unsaid, *self._said, *self._heard)
+        return sum(each.weight for each in read if isinstance(each, _Read))
+
+    def close(self) -> None:
+        """Let go of an error, which holds on to all that was there when it was raised."""
+        self._error = None

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from .batches import size_of
 from .sharding import read
 
 
@@ -93,35 +94,6 @@ class _Behind:
 
     def __len__(self) -> int:
         return max(0, len(self.sampler) - self.num_items)
-
-
-def size_of(batch: Any) -> int | None:
-    """
-    Count the samples in a batch: the first dimension of its first tensor, or else the length of the list that it is.
-
-    Args:
-        batch (`Any`): What a loader yields: a tensor or any nesting of tensors, lists, dictionaries and objects.
-
-    Returns:
-        `int` or `None`: `None` if nothing in it has a length.
-    """
-    tensor = _first_tensor(batch)
-    if tensor is not None:
-        return tensor.shape[0]
-    if isinstance(batch, Mapping):
-        batch = next(iter(batch.values()), None)
-    if isinstance(batch, (torch.Tensor, str, bytes, Mapping)) or not isinstance(batch, Sized):
-        return None
-    return len(batch)
-
-
-def _first_tensor(batch: Any) -> torch.Tensor | None:
-    if isinstance(batch, torch.Tensor):
-        return batch if batch.ndim else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if not isinstance(batch, (Mapping, list, tuple)):
-        return None
-    return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)
 
 
 def _draws_indices(loader: Any) -> bool:

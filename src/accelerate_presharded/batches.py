@@ -1,0 +1,69 @@
+# Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
+"""What can be told of a batch: how many samples it holds, and how much memory it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sized
+from numbers import Number
+from typing import Any
+
+import numpy
+import torch
+
+
+_MOST_PARTS = 100
+
+
+def size_of(batch: Any) -> int | None:
+    """
+    Count the samples in a batch: the first dimension of its first tensor, or else the length of the list that it is.
+
+    Args:
+        batch (`Any`): What a loader yields: a tensor or any nesting of tensors, lists, dictionaries and objects.
+
+    Returns:
+        `int` or `None`: `None` if nothing in it has a length.
+    """
+    tensor = _first_tensor(batch)
+    if tensor is not None:
+        return tensor.shape[0]
+    if isinstance(batch, Mapping):
+        batch = next(iter(batch.values()), None)
+    if isinstance(batch, (torch.Tensor, str, bytes, Mapping)) or not isinstance(batch, Sized):
+        return None
+    return len(batch)
+
+
+def _first_tensor(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(batch, (Mapping, list, tuple)):
+        return None
+    return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)
+
+
+def weight_of(batch: Any) -> float:
+    """
+    Add up the memory that the tensors, arrays, strings and numbers in a batch take.
+
+    Args:
+        batch (`Any`): What a loader yields: a tensor or any nesting of tensors, lists, dictionaries and objects.
+
+    Returns:
+        `float`: Roughly how many bytes; infinity if there is anything else in it, or too much to look at.
+    """
+    total, parts = 0, [batch]
+    for number, part in enumerate(parts):  # grows while it is gone through
+        if isinstance(part, (torch.Tensor, numpy.ndarray)):
+            total += part.nbytes
+        elif isinstance(part, (str, bytes)):
+            total += len(part)
+        elif isinstance(part, Number) or part is None:
+            total += 8
+        elif isinstance(part, (Mapping, list, tuple)) and number + len(part) < _MOST_PARTS:
+            parts.extend(part.values() if isinstance(part, Mapping) else part)
+        else:
+            return math.inf
+    return total

@@ -1,0 +1,259 @@
+# Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
+"""What the ranks say to each other while they go through a loader: whether they have a batch for the steps to come."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import time
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .agreement import empty_message, report, reports
+
+
+# How many steps one word may be about.
+_LONGEST = 64
+# By how much that number changes at once, and after how many words at the earliest.
+_FACTOR, _PATIENCE = 4, 16
+# Which part of a rank's time its words may take before they are said of more steps at once.
+_SHARE = 0.01
+# How many bytes of batches a rank may hold for that, in the three blocks that it has read.
+MOST_BYTES = 2**25
+
+
+class Channel:
+    """
+    Over which the ranks of a process group add up some integers: their own gloo group, beside the one that trains.
+    """
+
+    _of_group: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def current(cls) -> Channel:
+        """
+        Return the channel of the default process group. The first call has to be made by all ranks at once.
+
+        Returns:
+            [`Channel`]: One for all loaders.
+        """
+        world = dist.group.WORLD
+        if world not in cls._of_group:
+            cls._of_group[world] = cls()
+        return cls._of_group[world]
+
+    def __init__(self):
+        self.group = dist.new_group(backend="gloo")
+        self.world_size = dist.get_world_size()
+        self.num_turns = 0
+        self.num_words = 0
+
+    def begin(self, loader: str) -> Turn:
+        """Begin a pass over a loader with this name."""
+        self.num_turns += 1
+        return Turn(self, self.num_turns, loader)
+
+
+class Word(NamedTuple):
+    """What was said: its number among all words, about how many steps, the sums to be, and the sums on their way."""
+
+    number: int
+    size: int
+    sums: torch.Tensor
+    work: dist.Work
+
+
+class Turn:
+    """
+    One pass in which the ranks speak over a [`Channel`].
+
+    A word is about `size` steps, at first about one, and about fewer where a rank has not read as many. Where words take
+    more than a hundredth of every rank's time, they are said of more steps at once, as long as what has to be read
+    ahead for that is small on every rank. All ranks learn of that with the word itself, and change together.
+
+    Args:
+        channel ([`Channel`]): Over which to speak.
+        number (`int`): The number of the pass among all of them, the same on all ranks.
+        loader (`str`): The loader's name in messages.
+
+    **Available attributes:**
+
+        - **size** (`int`) -- About how many steps the next word is.
+    """
+
+    # Passes are told apart modulo this.
+    _TURNS = 61
+
+    def __init__(self, channel: Channel, number: int, loader: str):
+        self.size = 1
+        self._channel = channel
+        self._mark = number % self._TURNS
+        self._loader = loader
+        self._open = True
+        self._first: int | None = None
+        self._begin_size()
+
+    def say(
+        self,
+        has: list[bool],
+        failed_at: int | None = None,
+        error: Exception | None = None,
+        is_empty: bool = False,
+        weight: float = 0,
+    ) -> Word:
+        """
+        Say for which of the next steps, of which nothing was said, this rank has a batch.
+
+        Args:
+            has (`list[bool]`): One entry for each step that it knows of, at least one and up to `size`.
+            failed_at (`int`, *optional*): For which of them the batch could not be read.
+            error (`Exception`, *optional*): Why.
+            is_empty (`bool`, *optional*, defaults to `False`): Whether this rank has no batch at all.
+            weight (`float`, *optional*, defaults to 0): How many bytes a batch takes.
+
+        Returns:
+            [`Word`]: What [`~Turn.hear`] waits for.
+        """
+        failed, unknown = self._channel.world_size + 1, (self._channel.world_size + 1) ** 2
+        steps = [int(each) for each in has] + [unknown] * (self.size - len(has))
+        if failed_at is not None:
+            report(self._channel.num_words, _reason(error))
+            steps[failed_at] = failed
+        elif is_empty:
+            report(self._channel.num_words, "empty")
+        started = time.perf_counter()
+        word = self._send(steps=steps, grows=self._would_grow(weight))
+        self._spent += time.perf_counter() - started
+        self._num_words += 1
+        return word
+
+    def fail(self, error: Exception) -> None:
+        """Say that this rank cannot go on, instead of the next word, unless the pass is over or others are to blame."""
+        if not self._open:
+            return
+        self._open = False
+        # A dying worker makes torch raise an error from a signal handler, so one more may come in here.
+        for attempt in (
+            lambda: report(self._channel.num_words, _reason(error)),
+            lambda: self._send(steps=[self._channel.world_size + 1]),
+        ):
+            for _ in range(3):
+                with contextlib.suppress(Exception):
+                    attempt()
+                    break
+
+    def end(self) -> None:
+        """Note that the pass comes to its end on all ranks, so nothing more is said."""
+        self._open = False
+
+    def leave(self) -> None:
+        """Say that this rank goes on no further, if the pass has not come to its end."""
+        # A loop that is left by `break` closes its iterator at once, on all ranks at the same place if all leave. What
+        # the garbage collector closes is closed whenever it happens to run, so nothing can be said in its name.
+        if not self._open or _collecting or not dist.is_initialized():
+            return
+        self._open = False
+        with contextlib.suppress(Exception):
+            report(self._channel.num_words, "left its loop")
+            self._send(leaves=True)
+
+    def hear(self, word: Word) -> tuple[list[int], int | None]:
+        """
+        Wait for the word of all ranks about some steps.
+
+        Args:
+            word ([`Word`]): What [`~Turn.say`] returned for them.
+
+        Returns:
+            `tuple[list[int], int | None]`: How many ranks have a batch for each of the steps that all ranks know of,
+            and which is the first of them that some rank has failed to read.
+
+        Raises:
+            `RuntimeError`: A rank has left, is in another pass, or is gone.
+            `ValueError`: A rank has no batch at all while others have some.
+        """
+        world_size = self._channel.world_size
+        started = time.perf_counter()
+        try:
+            word.work.wait()
+        except RuntimeError:
+            # It may be from a signal handler, by which torch reports the death of a worker, and not from the group.
+            self._complain_if_gone(word)
+            raise
+        self._spent += time.perf_counter() - started
+        left, marks, grow, *steps = word.sums.tolist()
+        if left:
+            self._open = False
+            raise self.failure(word)
+        if marks != self._mark * world_size:
+            self._open = False
+            raise RuntimeError(
+                f"{self._loader}: the ranks are not in the same pass, so a rank must have left its loop early while "
+                "others went on. Leave it on all ranks at the same step, or pass `even_batches=False`."
+            )
+        base = world_size + 1
+        known = list(itertools.takewhile(lambda each: each < base**2, steps[: word.size]))
+        holders = [each % base for each in known]
+        failed_at = next((number for number, each in enumerate(known) if each >= base), None)
+        if word.number == self._first and failed_at is None and 0 < holders[0] < world_size:
+            empty = [rank for rank, text in reports(word.number) if text == "empty"]
+            if empty:
+                self._open = False
+                full = next(rank for rank in range(world_size) if rank not in empty)
+                raise ValueError(empty_message(self._loader, empty, full))
+        if grow == world_size and word.size == self.size < _LONGEST:
+            self.size *= _FACTOR
+            self._begin_size()
+        return holders, failed_at
+
+    def failure(self, word: Word) -> RuntimeError:
+        """Make the error of a rank that cannot go on because of what others have said of themselves."""
+        texts = "; ".join(f"rank {rank} {text}" for rank, text in reports(word.number) if text != "empty")
+        return RuntimeError(f"{self._loader}: {texts or 'a rank has left its loop'}, so this rank cannot go on.")
+
+    def _complain_if_gone(self, word: Word) -> None:
+        try:
+            word.work.wait()
+        except RuntimeError as error:
+            self._open = False
+            raise RuntimeError(
+                f"{self._loader}: a rank has gone before the ranks could agree on the next step. Its own output says why."
+            ) from error
+
+    def _begin_size(self) -> None:
+        self._num_words, self._spent, self._since = 0, 0.0, time.perf_counter()
+
+    def _would_grow(self, weight: float) -> bool:
+        if self._num_words < _PATIENCE or 3 * self.size * _FACTOR * weight > MOST_BYTES:
+            return False
+        return self._spent > _SHARE * (time.perf_counter() - self._since)
+
+    def _send(self, steps: Sequence[int] = (), leaves: bool = False, grows: bool = False) -> Word:
+        number = self._channel.num_words
+        self._channel.num_words += 1
+        if self._first is None:
+            self._first = number
+        # Equally many integers in every word, so that ranks which are not in the same pass can hear that they are not.
+        entries = [int(leaves), self._mark, int(grows), *steps]
+        sums = torch.tensor(entries + [0] * (3 + _LONGEST - len(entries)))
+        return Word(number, len(steps), sums, dist.all_reduce(sums, group=self._channel.group, async_op=True))
+
+
+def _reason(error: Exception | None) -> str:
+    return f"raised {type(error).__name__}: {error}"
+
+
+_collecting = False
+
+
+def _note_collection(phase: str, info: dict) -> None:
+    global _collecting
+    _collecting = phase == "start"
+
+
+gc.callbacks.append(_note_collection)
