@@ -29,6 +29,10 @@ from .skipping import size_of
 
 logger = get_logger(__name__)
 
+# Accelerate's own functions, taken now: `patch_accelerate` puts those of this module in their place.
+prepare_ordinary = accelerate.data_loader.prepare_data_loader
+skip_ordinary = accelerate.data_loader.skip_first_batches
+
 # The modules whose samplers know nothing of ranks unless their attributes say so.
 _PLAIN_SAMPLERS = ("torch.utils.data.", "torchdata.")
 
@@ -487,9 +491,7 @@ def prepare_data_loader(
     wrapped = wrap_presharded(dataloader, already_sharded=already_sharded, **settings)
     if wrapped is not None:
         return wrapped
-    return accelerate.data_loader.prepare_data_loader(
-        dataloader, slice_fn_for_dispatch=slice_fn_for_dispatch, data_seed=data_seed, **settings
-    )
+    return prepare_ordinary(dataloader, slice_fn_for_dispatch=slice_fn_for_dispatch, data_seed=data_seed, **settings)
 
 
 def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
@@ -526,7 +528,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     if is_torch_xla_available() and isinstance(read(dataloader, "_loader"), PreshardedDataLoader):
         wrapped = dataloader._loader.skipping(num_batches)
         return accelerate.data_loader.MpDeviceLoaderWrapper(wrapped, dataloader.device)
-    return accelerate.data_loader.skip_first_batches(dataloader, num_batches)
+    return skip_ordinary(dataloader, num_batches)
 
 
 def wrap_presharded(
