@@ -25,7 +25,9 @@ _DISTRIBUTION = __package__.replace("_", "-")
 _MODULE = "_accelerate_presharded_hook"
 
 # A line that begins with `import` is executed when the interpreter starts. Without the module nothing happens.
-_PTH = f'import sys; exec("try:\\n    import {_MODULE}\\nexcept ImportError:\\n    pass\\nelse:\\n    {_MODULE}.install()")\n'
+_PTH = f"""\
+import sys; exec("try:\\n    import {_MODULE}\\nexcept ImportError:\\n    pass\\nelse:\\n    {_MODULE}.install()")
+""".encode()
 
 
 class EnvironmentProblem(Exception):
@@ -135,7 +137,7 @@ def status() -> Status:
     installed = None
     with contextlib.suppress(metadata.PackageNotFoundError):
         installed = metadata.version("accelerate")
-    supported = supported_accelerate()
+    supported = None if installed is None else supported_accelerate()
     return Status(_folder(), files, installed, None if supported is None else str(supported), problem)
 
 
@@ -154,7 +156,7 @@ def enable() -> list[Path]:
         raise EnvironmentProblem(problem)
     pth, module = _files()
     try:
-        _write(module, Path(hook.__file__).read_text(encoding="utf-8"))
+        _write(module, Path(hook.__file__).read_bytes())
         py_compile.compile(str(module))
         _record([pth, module])
         _write(pth, _PTH)  # last: from here on it works
@@ -217,11 +219,11 @@ def _starts_with_hook() -> bool:
     return answer.stdout.strip() == "True"
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     # An interpreter that starts at this moment must not read half of it.
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(content)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -241,11 +243,12 @@ def _record(files: list[Path]) -> None:
     path = _record_file()
     if path is None:
         return
-    before = path.read_text(encoding="utf-8")
-    lines = [line for line in before.splitlines(keepends=True) if not line.startswith(_MODULE)]
+    before = path.read_bytes()
+    ending = b"\r\n" if before.endswith(b"\r\n") else b"\n"
+    lines = [line for line in before.splitlines(keepends=True) if not line.startswith(_MODULE.encode())]
     for file in files:
-        content = _PTH.encode() if file.suffix == ".pth" else file.read_bytes()
+        content = _PTH if file.suffix == ".pth" else file.read_bytes()
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-        lines.append(f"{file.name},sha256={digest},{len(content)}\n")
-    if "".join(lines) != before:
-        _write(path, "".join(lines))
+        lines.append(f"{file.name},sha256={digest},{len(content)}".encode() + ending)
+    if b"".join(lines) != before:
+        _write(path, b"".join(lines))
