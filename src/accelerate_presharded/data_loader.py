@@ -362,6 +362,8 @@ class _Counter:
 
     def __init__(self, dataloader: Any, source: Source, samples: int, counts_samples: bool):
         self._single = draws_single_items(dataloader)
+        batch_size = read(dataloader, "batch_size")
+        self._full = batch_size if isinstance(batch_size, int) else None
         self._real = count_real(dataloader) if counts_samples else 0
         # Where the samples cannot be counted beforehand, what was stated is cut off from the last batch.
         self._padding = stated_padding(dataloader) or 0 if self._real is None else 0
@@ -375,13 +377,13 @@ class _Counter:
         size = None if self._single else size_of(step.batch)
         number = 1 if size is None else size
         if step.is_replay:
-            return Count(size, 0)
+            return Count(size, 0, self._full)
         if self._real is not None:
             real = min(max(self._real - self.samples, 0), number)
         else:
             real = max(0, number - self._padding) if step.ends_own else number
         self.samples += number
-        return Count(size, real)
+        return Count(size, real, self._full)
 
 
 def _unpickle(cls: type, state: dict) -> PreshardedDataLoader:
