@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import accelerate
 import pytest
 
 
@@ -73,7 +74,9 @@ def test_a_script_runs_and_ends_as_with_python(tmp_path, how):
     expected = python(script, how, "run", "--version", folder=tmp_path)
     process = python(*RUN, script, how, "run", "--version", folder=tmp_path)
     assert process.returncode == expected.returncode
-    assert process.stdout == expected.stdout and process.stdout.startswith(f"['{script}', '{how}', 'run', '--version']")
+    assert process.stdout == expected.stdout and process.stdout.startswith(
+        f"['{script}', '{how}', 'run', '--version']"
+    )
     assert process.stderr == expected.stderr
 
 
@@ -194,3 +197,12 @@ def test_launchers(tmp_path, launcher):
     assert f"seen {list(range(16))} ['--option']" in process.stdout, process.stdout + process.stderr
     announced = [line for line in process.stderr.splitlines() if "is in the place of accelerate" in line]
     assert len(announced) == 1 and "`accelerate-presharded run`" in announced[0]
+
+
+@pytest.mark.parametrize("name", ["test_script", "test_sync"])
+def test_the_scripts_that_accelerate_ships_pass_unchanged(tmp_path, name):
+    script = os.path.join(os.path.dirname(accelerate.__file__), "test_utils", "scripts", f"{name}.py")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    process = python(*launcher, *RUN, script, folder=tmp_path, ACCELERATE_USE_CPU="true")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stderr.count("is in the place of accelerate") == 1
