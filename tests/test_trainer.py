@@ -1,9 +1,11 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
 """The `Trainer` of transformers on data that is already sharded, on two ranks against one process."""
 
-import contextlib
 import itertools
 import math
+import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ class Numbers(Dataset):
 
 
 class Shard(IterableDataset):
-    """This rank's part of a stream, which says so as datasets' `split_dataset_by_node` does not: with a pair."""
+    """This rank's part of a stream, which says so with a pair of attributes."""
 
     def __init__(self, length: int, num_shards: int, index: int):
         self.length, self.world_size, self.rank = length, num_shards, index
@@ -286,8 +288,7 @@ def rebalanced():
 
     settings = {"train_sampling_strategy": "batch_rebalance", "num_train_epochs": 1}
     made = trainer(train_dataset=Lengths(16), data_collator=collate, settings=settings)
-    with contextlib.suppress(StopIteration):
-        made.train()
+    made.train()
     return made.model.trained_on
 
 
@@ -295,3 +296,16 @@ def test_batches_that_transformers_balances_between_ranks():
     first, second = run(2, rebalanced)
     assert len(first) == len(second)
     assert sorted(itertools.chain.from_iterable(first + second)) == list(range(16))
+
+
+DOCS = Path(__file__).parent.parent / "docs" / "trainer.md"
+
+
+def execute(source, folder):
+    os.chdir(folder)
+    exec(compile(source, "docs", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL))
+def test_the_code_in_the_docs_runs(block, tmp_path):
+    run(2, execute, block, str(tmp_path))
