@@ -9,6 +9,7 @@ extras = {
     "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle", "torchdata"],
     "quality": ["ruff"],
     "examples": ["scikit-learn"],
+    "libraries": ["transformers"],
 }
 extras["dev"] = sorted({requirement for group in extras.values() for requirement in group})
 
@@ -26,6 +27,7 @@ setup(
     package_data={"accelerate_presharded": ["py.typed"]},
     zip_safe=False,
     python_requires=">=3.10",
+    entry_points={"console_scripts": ["accelerate-presharded = accelerate_presharded.cli:main"]},
     install_requires=["torch>=2.4", "accelerate>=1.14,<1.16"],
     extras_require=extras,
     classifiers=[

@@ -347,6 +347,27 @@ def test_leaves_that_have_no_entry_for_each_sample_are_gathered_whole(lengths):
             assert step["nothing on one"] == described(torch.cat(blocks))
 
 
+def repeated_losses(lengths: list[int]) -> list:
+    accelerator = Accelerator(cpu=True)
+    return [
+        [accelerator.gather_for_metrics((batch[0] + 0.5).repeat(repeats)).tolist() for repeats in (3, 4)]
+        for batch in own_loader(accelerator, lengths, size=3)
+    ]
+
+
+@parameterized.expand([([4, 4],), ([5, 3],), ([2, 7, 4],), ([6, 1],)])
+def test_losses_repeated_as_for_a_full_batch_have_one_entry_for_each_sample(lengths):
+    own = own_batches(lengths, size=3)
+    expected = []
+    for step in range(max(map(len, own))):
+        exact = [batches[step][0] + 0.5 for batches in own if step < len(batches) for _ in batches[step]]
+        # Of any other length it is something else, also from a rank that repeats a batch.
+        whole = [batches[step % len(batches)][0] + 0.5 for batches in own for _ in range(4)]
+        expected.append([exact, whole])
+    for found in run(len(lengths), repeated_losses, lengths):
+        assert found == expected
+
+
 def as_upstream_gives(lengths: list[int]) -> list:
     ours, plain = Accelerator(cpu=True), accelerate.Accelerator(cpu=True)
     loss = torch.tensor(1.5 + ours.process_index)

@@ -30,6 +30,10 @@ from .sharding import find_sharding, is_already_sharded, mismatch, read, sharded
 
 logger = get_logger(__name__)
 
+# Accelerate's own functions, taken now: `patch_accelerate` puts those of this module in their place.
+prepare_ordinary = accelerate.data_loader.prepare_data_loader
+skip_ordinary = accelerate.data_loader.skip_first_batches
+
 # The modules whose samplers know nothing of ranks unless their attributes say so.
 _PLAIN_SAMPLERS = ("torch.utils.data.", "torchdata.")
 
@@ -359,6 +363,8 @@ class _Counter:
 
     def __init__(self, dataloader: Any, source: Source, samples: int, counts_samples: bool):
         self._single = draws_single_items(dataloader)
+        batch_size = read(dataloader, "batch_size")
+        self._full = batch_size if isinstance(batch_size, int) else None
         self._real = count_real(dataloader) if counts_samples else 0
         # Where the samples cannot be counted beforehand, what was stated is cut off from the last batch.
         self._padding = stated_padding(dataloader) or 0 if self._real is None else 0
@@ -372,13 +378,13 @@ class _Counter:
         size = None if self._single else size_of(step.batch)
         number = 1 if size is None else size
         if step.is_replay:
-            return Count(size, 0)
+            return Count(size, 0, self._full)
         if self._real is not None:
             real = min(max(self._real - self.samples, 0), number)
         else:
             real = max(0, number - self._padding) if step.ends_own else number
         self.samples += number
-        return Count(size, real)
+        return Count(size, real, self._full)
 
 
 def _unpickle(cls: type, state: dict) -> PreshardedDataLoader:
@@ -488,9 +494,7 @@ def prepare_data_loader(
     wrapped = wrap_presharded(dataloader, already_sharded=already_sharded, **settings)
     if wrapped is not None:
         return wrapped
-    return accelerate.data_loader.prepare_data_loader(
-        dataloader, slice_fn_for_dispatch=slice_fn_for_dispatch, data_seed=data_seed, **settings
-    )
+    return prepare_ordinary(dataloader, slice_fn_for_dispatch=slice_fn_for_dispatch, data_seed=data_seed, **settings)
 
 
 def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
@@ -527,7 +531,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     if is_torch_xla_available() and isinstance(read(dataloader, "_loader"), PreshardedDataLoader):
         wrapped = dataloader._loader.skipping(num_batches)
         return accelerate.data_loader.MpDeviceLoaderWrapper(wrapped, dataloader.device)
-    return accelerate.data_loader.skip_first_batches(dataloader, num_batches)
+    return skip_ordinary(dataloader, num_batches)
 
 
 def wrap_presharded(

@@ -21,10 +21,12 @@ class Count(NamedTuple):
             The samples in its batch; `None` where a step is one sample, or something that has no length, and counts as
             a whole.
         real (`int`): How many of them are real. They come first; the others are padding, or a replay.
+        full (`int`, *optional*): The samples in a batch that is not cut short, where the loader has such a number.
     """
 
     size: int | None
     real: int
+    full: int | None = None
 
 
 def gather_real(data: Any, count: Count, use_gather_object: bool = False) -> Any:
@@ -32,7 +34,8 @@ def gather_real(data: Any, count: Count, use_gather_object: bool = False) -> Any
     Gather data from all ranks, in rank order, and leave out what does not come from real samples.
 
     A tensor, or a list without tensors, has one entry for each sample if its length is that of the batch on every
-    rank; of such leaves the real entries are kept. All other leaves are gathered whole.
+    rank, or that of a full batch: some loops, the one of transformers' `Trainer` among them, repeat the loss of a last
+    batch as often as for a full one. Of such leaves the real entries are kept. All others are gathered whole.
 
     Args:
         data (`Any`):
@@ -110,7 +113,8 @@ def _exchange_headers(
 ) -> tuple[list[Count], list[list[list[int]]]]:
     """Find out the counts of all ranks and, for each tensor, the shapes on all ranks, or that the structures differ."""
     dimensions = [length for tensor in tensors for length in tensor.shape]
-    numbers = [zlib.crc32(structure.encode()), -1 if count.size is None else count.size, count.real, *dimensions]
+    known = [-1 if number is None else number for number in count]
+    numbers = [zlib.crc32(structure.encode()), *known, *dimensions]
     rows = _gather_numbers(numbers[:_HEADER] + [0] * (_HEADER - len(numbers)))
     for rank, row in enumerate(rows):
         if row[0] != rows[0][0]:
@@ -121,11 +125,12 @@ def _exchange_headers(
             )
     if len(numbers) > _HEADER:
         rows = [row + rest for row, rest in zip(rows, _gather_numbers(numbers[_HEADER:]))]
-    shapes, position = [], 3
+    shapes, position = [], 1 + len(known)
     for tensor in tensors:
         shapes.append([row[position : position + tensor.ndim] for row in rows])
         position += tensor.ndim
-    return [Count(None if row[1] < 0 else row[1], row[2]) for row in rows], shapes
+    counts = [[None if number < 0 else number for number in row[1 : 1 + len(known)]] for row in rows]
+    return [Count(*numbers) for numbers in counts], shapes
 
 
 def _gather_numbers(numbers: list[int]) -> list[list[int]]:
@@ -198,6 +203,7 @@ def _length(data: Any) -> int | None:
 def _kept(lengths: list[int | None], counts: list[Count], whole: list[int]) -> list[int]:
     """Tell how many entries of a leaf to keep from each rank."""
     if all(count.size is not None for count in counts):
-        by_sample = all(length == count.size for length, count in zip(lengths, counts))
+        by_batch = all(length == count.size for length, count in zip(lengths, counts))
+        by_sample = by_batch or all(length and length == count.full for length, count in zip(lengths, counts))
         return [count.real for count in counts] if by_sample else whole
     return [length if count.real else 0 for length, count in zip(whole, counts)]
