@@ -23,6 +23,9 @@ _DEALT_ALIKE = (
     ("timm", "OrderedDistributedSampler"),
 )
 
+# Classes that deal out a padded list in turns of a batch, as Accelerate itself does.
+_DEALT_IN_BATCHES = (("transformers", "ShardSampler"),)
+
 
 def count_batches(loader: Any) -> int | None:
     """
@@ -70,10 +73,15 @@ def count_real(loader: Any) -> int | None:
     stated = stated_padding(loader)
     if stated is not None:
         return len(sampler) - stated
-    if not _deals_like_distributed_sampler(sampler):
-        return None
     length = length_of(read(sampler, "dataset")) or length_of(read(sampler, "lengths"))
     if length is None:
+        return None
+    if _is_one_of(sampler, _DEALT_IN_BATCHES):
+        # The padding fills up the last batch of all ranks together.
+        padding = sampler.total_num_samples - length
+        behind = (sampler.num_processes - 1 - sampler.process_index) * sampler.batch_size
+        return len(sampler) - min(max(padding - behind, 0), sampler.batch_size)
+    if not _deals_like_distributed_sampler(sampler):
         return None
     padding = sampler.total_size - length
     # The padding is the tail of the list that is dealt out, so it is the last sample of the last ranks.
@@ -146,8 +154,12 @@ def _is_exact(*functions: Any) -> bool:
 def _deals_like_distributed_sampler(sampler: Any) -> bool:
     if type(sampler).__iter__ is DistributedSampler.__iter__:
         return True
-    module, name = type(sampler).__module__, type(sampler).__name__
-    return any(module.startswith(package) and name == alike for package, alike in _DEALT_ALIKE)
+    return _is_one_of(sampler, _DEALT_ALIKE)
+
+
+def _is_one_of(obj: Any, classes: tuple[tuple[str, str], ...]) -> bool:
+    module, name = type(obj).__module__, type(obj).__name__
+    return any(module.startswith(package) and name == known for package, known in classes)
 
 
 def length_of(obj: Any) -> int | None:
