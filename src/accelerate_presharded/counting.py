@@ -90,7 +90,8 @@ def count_real(loader: Any) -> int | None:
 
 def stated_padding(loader: Any) -> int | None:
     """
-    Tell how many samples at the end of a pass are padding by the word of an author, see [`register_sharding`].
+    Tell how many samples at the end of a pass are padding by the word of an author, see [`register_sharding`], or by
+    the rule of MosaicML Streaming.
 
     Args:
         loader (`torch.utils.data.DataLoader` or any iterable of batches): The loader.
@@ -99,7 +100,35 @@ def stated_padding(loader: Any) -> int | None:
         `int` or `None`: `None` if nothing was stated.
     """
     sharding = find_sharding(loader)
-    return None if sharding is None else sharding.num_padding
+    if sharding is None or sharding.num_padding is not None:
+        return None if sharding is None else sharding.num_padding
+    return _padding_of_streaming(loader)
+
+
+def _padding_of_streaming(loader: Any) -> int | None:
+    """
+    Count what MosaicML Streaming repeats: the ranks of a node take turns at its samples, and in the last turn those for
+    whom none is left repeat one.
+    """
+    dataset = read(loader, "dataset")
+    world = read(dataset, "_parallel_rank_world")
+    length, nodes = read(dataset, "epoch_size"), read(world, "num_nodes")
+    # With several canonical nodes on a node its samples end earlier in some than in others. The number that is not
+    # given is that of the nodes, but for two algorithms of shuffling.
+    many = read(dataset, "shuffle_algo") in ("py1s", "py2s")
+    canonical = read(dataset, "num_canonical_nodes") or (0 if many else nodes)
+    if type(length) is not int or type(nodes) is not int or canonical != nodes:
+        return None
+    # The workers deal out batches in turn only where they make those of the loader.
+    batch_size = read(loader, "batch_size")
+    if read(dataset, "batching_method") != "random" or read(dataset, "batch_size") != batch_size:
+        return None
+    first, behind = (node * length // nodes for node in (world.node, world.node + 1))
+    most = -(-length // nodes)
+    turns = -(-most // world.ranks_per_node)
+    if read(loader, "drop_last") and turns % batch_size:
+        return 0  # it is in the batch that is dropped
+    return int((turns - 1) * world.ranks_per_node + world.rank_of_node >= behind - first)
 
 
 def draws_single_items(loader: Any) -> bool:
