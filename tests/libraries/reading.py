@@ -105,6 +105,15 @@ def assert_loses_samples(code: str, path: Any, samples: list[int], *modules: str
     return [message for _, log in results for message in log]
 
 
+def types_of_prepared(code: str, path: Any, *modules: str) -> list[str]:
+    """What a recipe's loader is on two ranks."""
+    return run_with(modules, 2, type_of_prepared, code, str(path))
+
+
+def type_of_prepared(modules: tuple, code: str, path: str) -> str:
+    return type(load(code, path, Accelerator(cpu=True), 0)).__name__
+
+
 def assert_goes_on(code: str, path: Any, workers: int, folder: Any, *modules: str, stops: tuple = (1, -2)) -> None:
     """
     Saved after a step and loaded in new processes, each of two ranks goes on as in a run that nobody has interrupted.

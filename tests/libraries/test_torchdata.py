@@ -3,7 +3,14 @@
 
 import datasets
 import pytest
-from reading import WORKERS, WORLD_SIZES, assert_every_sample_once, assert_goes_on, read_on_ranks
+from reading import (
+    WORKERS,
+    WORLD_SIZES,
+    assert_every_sample_once,
+    assert_goes_on,
+    read_on_ranks,
+    types_of_prepared,
+)
 from recipes import recipe
 
 
@@ -33,7 +40,12 @@ def test_every_sample_once(folders, heading, world_size, workers):
     assert_every_sample_once(ranks, SAMPLES, padding=-len(SAMPLES) % world_size if heading == SAMPLER else 0)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("heading", [STREAM, SAMPLER, NODES])
+def test_nodes_are_prepared_with_the_flag_only(folders):
+    modules = ("datasets", "torchdata.nodes")
+    assert types_of_prepared(recipe(NODES, flag=False), folders[NODES], *modules) == ["Loader"] * 2
+    assert types_of_prepared(recipe(NODES), folders[NODES], *modules) == ["PreshardedDataLoader"] * 2
+
+
+@pytest.mark.parametrize(("heading", "workers"), [(STREAM, 0), (STREAM, 2), (SAMPLER, 2), (NODES, 0)])
 def test_goes_on_from_its_own_state(folders, tmp_path, heading, workers):
     assert_goes_on(recipe(heading), folders[heading], workers, tmp_path, "datasets", "torchdata.nodes")

@@ -4,7 +4,7 @@
 import pytest
 import torch
 import webdataset
-from reading import WORKERS, WORLD_SIZES, assert_every_sample_once, assert_loses_samples, read_on_ranks
+from reading import WORKERS, WORLD_SIZES, assert_every_sample_once, read_on_ranks, types_of_prepared
 from recipes import recipe
 
 
@@ -35,7 +35,6 @@ def test_every_sample_once(folder, heading, world_size, workers):
     assert_every_sample_once(ranks, SAMPLES)
 
 
-def test_web_loader_needs_the_flag(folder):
-    # Accelerate passes over what is no `DataLoader`: each rank reads its own part, but nothing is prepared.
-    with pytest.raises(Exception):
-        assert_loses_samples(recipe(WEB_LOADER, flag=False), folder, SAMPLES, "webdataset")
+def test_web_loader_is_prepared_with_the_flag_only(folder):
+    assert types_of_prepared(recipe(WEB_LOADER, flag=False), folder, "webdataset") == ["WebLoader"] * 2
+    assert types_of_prepared(recipe(WEB_LOADER), folder, "webdataset") == ["PreshardedDataLoader"] * 2
