@@ -14,13 +14,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SOURCES := setup.py src tests examples
 
-.PHONY: help demo test test-long quality style clean
+STREAMING := .venv-streaming
+
+.PHONY: help demo test test-long test-streaming quality style clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train on two ranks with plain accelerate and with this package, and compare"
 	@echo "make test      run the test suite in parallel (ARGS=\"-k name\" for part of it)"
 	@echo "make test-long run the property tests on 10,000 random examples"
+	@echo "make test-streaming  the tests with MosaicML Streaming and LitData, in an environment of their own"
 	@echo "make quality   check format and lint"
 	@echo "make style     fix format and lint"
 	@echo "make clean     remove .venv and everything that was built"
@@ -35,6 +38,9 @@ test: $(READY)
 test-long: $(READY)
 	PRESHARDED_EXAMPLES=10000 $(BIN)/python -m pytest tests/test_properties.py $(ARGS)
 
+test-streaming: $(STREAMING)/.ready
+	$(STREAMING)/bin/python -m pytest tests/libraries/streaming_env $(ARGS)
+
 quality: $(READY)
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))
 	$(BIN)/ruff check $(wildcard $(SOURCES))
@@ -44,7 +50,7 @@ style: $(READY)
 	$(BIN)/ruff format $(wildcard $(SOURCES))
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(STREAMING) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # A .venv made by hand is used as it is; what it lacks is installed into it.
 $(READY): setup.py constraints.txt
@@ -60,4 +66,11 @@ $(READY): setup.py constraints.txt
 	@echo "Installing into $(VENV) (the first time this takes a few minutes) ..."
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt setuptools
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(STREAMING)/.ready: setup.py constraints-streaming.txt | $(READY)
+	@test -x $(STREAMING)/bin/python || $(BIN)/python -m venv $(STREAMING)
+	@echo "Installing into $(STREAMING) (the first time this takes a few minutes) ..."
+	@$(STREAMING)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-streaming.txt setuptools
+	@$(STREAMING)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-streaming.txt --no-build-isolation -e '.[streaming]'
 	@touch $@

@@ -9,9 +9,11 @@ extras = {
     "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle", "torchdata"],
     "quality": ["ruff"],
     "examples": ["scikit-learn"],
-    "libraries": ["transformers"],
+    "libraries": ["datasets", "lhotse", "torchdata", "transformers>=5", "webdataset"],
 }
 extras["dev"] = sorted({requirement for group in extras.values() for requirement in group})
+# In an environment of its own: these need an older transformers, and torchvision.
+extras["streaming"] = ["cloudpickle", "litdata", "mosaicml-streaming", "pytest"]
 
 setup(
     name="accelerate-presharded",

@@ -901,3 +901,29 @@ def test_case_16_uneven_ranks_and_a_model(kind, counts):
             means = [sum(of_rank[step]) / 2 for of_rank in steps]
             assert gradient == pytest.approx(sum(means) / world_size)
             assert gathered == sum((of_rank[step] for of_rank in own if step < len(of_rank)), [])
+
+
+class SelfCounting(DataLoader):
+    """Counts its passes by itself and yields the number of the pass with each sample, as LitData's loader shuffles."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.current_epoch = 0
+
+    def __iter__(self):
+        self.current_epoch += 1
+        for batch in super().__iter__():
+            yield batch + 100 * self.current_epoch
+
+
+def epochs_of_self_counting(lengths: list[int]) -> list:
+    accelerator = Accelerator(cpu=True)
+    items = Stream(range(lengths[accelerator.process_index]))
+    loader = accelerator.prepare(SelfCounting(items, batch_size=1), already_sharded=True)
+    return [[batch.item() for batch in loader] for _ in range(2)]
+
+
+def test_a_replay_is_no_epoch_of_a_loader_that_counts_them_itself():
+    first, second = run(2, epochs_of_self_counting, [1, 3])
+    assert first == [[100, 100, 100], [200, 200, 200]]
+    assert second == [[100, 101, 102], [200, 201, 202]]

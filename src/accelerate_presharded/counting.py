@@ -23,6 +23,9 @@ _DEALT_ALIKE = (
     ("timm", "OrderedDistributedSampler"),
 )
 
+# Classes that deal out a padded list in turns of a batch, as Accelerate itself does.
+_DEALT_IN_BATCHES = (("transformers", "ShardSampler"),)
+
 
 def count_batches(loader: Any) -> int | None:
     """
@@ -70,10 +73,15 @@ def count_real(loader: Any) -> int | None:
     stated = stated_padding(loader)
     if stated is not None:
         return len(sampler) - stated
-    if not _deals_like_distributed_sampler(sampler):
-        return None
     length = length_of(read(sampler, "dataset")) or length_of(read(sampler, "lengths"))
     if length is None:
+        return None
+    if _is_one_of(sampler, _DEALT_IN_BATCHES):
+        # The padding fills up the last batch of all ranks together.
+        padding = sampler.total_num_samples - length
+        behind = (sampler.num_processes - 1 - sampler.process_index) * sampler.batch_size
+        return len(sampler) - min(max(padding - behind, 0), sampler.batch_size)
+    if not _deals_like_distributed_sampler(sampler):
         return None
     padding = sampler.total_size - length
     # The padding is the tail of the list that is dealt out, so it is the last sample of the last ranks.
@@ -82,7 +90,8 @@ def count_real(loader: Any) -> int | None:
 
 def stated_padding(loader: Any) -> int | None:
     """
-    Tell how many samples at the end of a pass are padding by the word of an author, see [`register_sharding`].
+    Tell how many samples at the end of a pass are padding by the word of an author, see [`register_sharding`], or by
+    the rule of MosaicML Streaming.
 
     Args:
         loader (`torch.utils.data.DataLoader` or any iterable of batches): The loader.
@@ -91,7 +100,35 @@ def stated_padding(loader: Any) -> int | None:
         `int` or `None`: `None` if nothing was stated.
     """
     sharding = find_sharding(loader)
-    return None if sharding is None else sharding.num_padding
+    if sharding is None or sharding.num_padding is not None:
+        return None if sharding is None else sharding.num_padding
+    return _padding_of_streaming(loader)
+
+
+def _padding_of_streaming(loader: Any) -> int | None:
+    """
+    Count what MosaicML Streaming repeats: the ranks of a node take turns at its samples, and in the last turn those for
+    whom none is left repeat one.
+    """
+    dataset = read(loader, "dataset")
+    world = read(dataset, "_parallel_rank_world")
+    length, nodes = read(dataset, "epoch_size"), read(world, "num_nodes")
+    # With several canonical nodes on a node its samples end earlier in some than in others. The number that is not
+    # given is that of the nodes, but for two algorithms of shuffling.
+    many = read(dataset, "shuffle_algo") in ("py1s", "py2s")
+    canonical = read(dataset, "num_canonical_nodes") or (0 if many else nodes)
+    if type(length) is not int or type(nodes) is not int or canonical != nodes:
+        return None
+    # The workers deal out batches in turn only where they make those of the loader.
+    batch_size = read(loader, "batch_size")
+    if read(dataset, "batching_method") != "random" or read(dataset, "batch_size") != batch_size:
+        return None
+    first, behind = (node * length // nodes for node in (world.node, world.node + 1))
+    most = -(-length // nodes)
+    turns = -(-most // world.ranks_per_node)
+    if read(loader, "drop_last") and turns % batch_size:
+        return 0  # it is in the batch that is dropped
+    return int((turns - 1) * world.ranks_per_node + world.rank_of_node >= behind - first)
 
 
 def draws_single_items(loader: Any) -> bool:
@@ -146,8 +183,12 @@ def _is_exact(*functions: Any) -> bool:
 def _deals_like_distributed_sampler(sampler: Any) -> bool:
     if type(sampler).__iter__ is DistributedSampler.__iter__:
         return True
-    module, name = type(sampler).__module__, type(sampler).__name__
-    return any(module.startswith(package) and name == alike for package, alike in _DEALT_ALIKE)
+    return _is_one_of(sampler, _DEALT_ALIKE)
+
+
+def _is_one_of(obj: Any, classes: tuple[tuple[str, str], ...]) -> bool:
+    module, name = type(obj).__module__, type(obj).__name__
+    return any(module.startswith(package) and name == known for package, known in classes)
 
 
 def length_of(obj: Any) -> int | None:

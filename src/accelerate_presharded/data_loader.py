@@ -195,6 +195,11 @@ class PreshardedDataLoader(DataLoaderShard):
         self.gradient_state._add_dataloader(self)
 
     @property
+    def dataset(self) -> Any:
+        # Accelerate asks every prepared loader for it when it saves, and not every iterable of batches has one.
+        return getattr(self.base_dataloader, "dataset", None)
+
+    @property
     def iteration(self) -> int:
         return self._progress.epochs.current
 

@@ -11,6 +11,9 @@ from .sharding import read, walk_datasets, walk_samplers
 # The names under which samplers and datasets keep the epoch they were last told.
 _EPOCH_NAMES = ("epoch", "_epoch")
 
+# The name under which loaders and datasets count their own passes.
+_COUNTED = "current_epoch"
+
 
 class _Told(int):
     """
@@ -68,6 +71,31 @@ class Epochs:
         # Only now: a wrapper may have passed the number on to one that comes before it in the list.
         for listener in self._listeners:
             listener.mark()
+
+
+class OwnEpochs:
+    """
+    The epochs that a loader and its datasets count by themselves, one more with each pass, as LitData's do.
+
+    A replay is the same epoch again. Where some ranks replay and others do not, it must not count, or the next epoch
+    would not be the same one on all ranks.
+
+    Args:
+        loader (`torch.utils.data.DataLoader` or any iterable of batches): The loader to look at.
+    """
+
+    def __init__(self, loader: Any):
+        found = [loader, *(obj for _, obj in walk_datasets(loader))]
+        self._counting = [vars(obj) for obj in found if type((read(obj, "__dict__") or {}).get(_COUNTED)) is int]
+
+    def read(self) -> list[int]:
+        """Return the present numbers."""
+        return [own[_COUNTED] for own in self._counting]
+
+    def write(self, epochs: list[int]) -> None:
+        """Go back to numbers that were read before."""
+        for own, epoch in zip(self._counting, epochs):
+            own[_COUNTED] = epoch
 
 
 class _Listener:

@@ -15,6 +15,7 @@ import torch
 from .agreement import Plan
 from .batches import weight_of
 from .channel import MOST_BYTES, Channel, Turn, Word
+from .epochs import OwnEpochs
 from .skipping import Pass
 
 
@@ -43,7 +44,8 @@ class Mark(NamedTuple):
 
     Args:
         batches (`int`): How many batches of the rank's own pass lie behind.
-        in_replay (`bool`): Whether the batch is one of a replay, which follows when the pass has come to its end.
+        in_replay (`bool`): Whether the batch is one of a replay, which follows when the pass has come to its end. In
+            what is saved, also whether a replay comes next.
         state (`Any`): The loader's own state behind the batch, if it keeps one.
     """
 
@@ -73,12 +75,16 @@ class Source:
         may_end_at_once (`bool`, *optional*, defaults to `False`):
             Whether the loader goes on from the end of a pass. Some begin the next one with that, and others end once
             more before they do.
+        epochs_before (`list[int]`, *optional*):
+            The epochs that the loader counts by itself, see [`OwnEpochs`], as they were before the pass in which the
+            loader was left. Defaults to what they are now.
 
     **Available attributes:**
 
         - **start** (`int`) -- As above.
         - **ended** (`bool`) -- Whether the rank's own pass has come to its end.
         - **end_state** (`Any`) -- The loader's own state then, if it keeps one.
+        - **epochs_before** (`list[int]`) -- As above.
         - **skipped_samples** (`int`) -- How many samples the steps that are skipped here hold, known with the first
           batch.
     """
@@ -92,6 +98,7 @@ class Source:
         begin_order: torch.Tensor | None = None,
         on_pass: Callable[[], None] | None = None,
         may_end_at_once: bool = False,
+        epochs_before: list[int] | None = None,
     ):
         step, mark = resumed or (0, Mark())
         self._is_resumed = resumed is not None
@@ -108,8 +115,13 @@ class Source:
         self._num_to_skip = self.start - step
         self._num_replayed = self.start - mark.batches if mark.in_replay else 0
         self._goes_on_in_replay = mark.in_replay and read_state is not None
+        self._begins_replay = step == mark.batches
         self._own: Iterator[Any] | None = None
         self._replays: Iterator[Any] | None = None
+        # Its own numbers of the epoch, as they have to be at the beginning of a pass, and in it.
+        self._epochs = OwnEpochs(loader)
+        self._epochs_in: list[int] | None = None
+        self.epochs_before = self._epochs.read() if epochs_before is None else epochs_before
 
     def own(self) -> tuple[Any, Mark] | None:
         """Read the next batch of the rank's own pass, and where the loader is then; `None` when there is none left."""
@@ -124,6 +136,7 @@ class Source:
                 opened = self._pass(self._num_to_skip)
                 self._own = iter(opened)
                 batch = next(self._own, _NOTHING)
+            self._epochs_in = self._epochs.read()
             self._num_own += opened.skipped_batches
             self._num_replayed = self._num_to_skip - opened.skipped_batches
             self.skipped_samples = opened.skipped_samples
@@ -140,11 +153,15 @@ class Source:
         if self.own() is not None:
             raise RuntimeError(f"The loader was to yield {self._num_own - 1} batches, but it yields more.")
         if self._replays is None and self._goes_on_in_replay:
-            # The loader was left in the middle of a replay and goes on there by itself.
+            # The loader was left in the middle of a replay and goes on there by itself. Some loaders do not go on from
+            # the end of their own pass, but begin the next one, so that is where a replay begins.
+            if self._begins_replay:
+                self._epochs.write(self.epochs_before)
             self._replays = iter(self._loader)
             for _ in range(self._num_to_skip):
                 self._next_replay()
         elif self._replays is None:
+            self._epochs.write(self.epochs_before)
             self._replays = iter(self._pass(self._num_replayed % max(1, self._num_own)))
         return self._next_replay(), Mark(self._num_own, True, self._read_state())
 
@@ -153,8 +170,12 @@ class Source:
         # A loader that goes on from a state at the very end of a pass may take another pass to find that out.
         for _ in range(2 if self._is_resumed else 1):
             if batch is _NOTHING:
+                self._epochs.write(self.epochs_before)
                 self._replays = iter(self._pass(0))
                 batch = next(self._replays, _NOTHING)
+        if self._epochs_in is None:
+            self._epochs_in = self._epochs.read()
+        self._epochs.write(self._epochs_in)
         if batch is _NOTHING:
             raise RuntimeError(
                 f"The loader has yielded {self._num_own} batches and yields none when it is iterated again, so there "
@@ -168,6 +189,10 @@ class Source:
         if begin_order is None:
             self._on_pass()
         return Pass(self._loader, num_to_skip, begin_order)
+
+    def ends_own(self, mark: Mark) -> bool:
+        """Tell whether what is behind a batch is the end of the rank's own pass, as far as it has been read."""
+        return self.ended and mark.batches == self._num_own
 
     @property
     def is_empty(self) -> bool:

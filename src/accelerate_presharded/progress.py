@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch.utils.data import IterableDataset
 
-from .epochs import Epochs
+from .epochs import Epochs, OwnEpochs
 from .evening import Mark, Source
 from .sharding import read, walk_samplers
 
@@ -59,6 +59,8 @@ class Progress:
         # The wrapped loader's state at the end of the last epoch, and how many passes it has begun since.
         self._end_state: Any = None
         self._cut_short = 0
+        # The epochs that the loader counts by itself, as they were before the pass that is under way.
+        self._epochs_before: list[int] | None = None
         self._loader = loader
         self._is_resumed = False
         self._may_end_at_once = False
@@ -86,7 +88,10 @@ class Progress:
         is_resumed, self._is_resumed = self._is_resumed, False
         for _ in range(self._cut_short if is_resumed and holder is self._loader else 0):
             # Each of them has drawn an order, which the next epoch's follows.
+            own_epochs = OwnEpochs(self._loader)
+            before = own_epochs.read()
             next(iter(self._loader), None)
+            own_epochs.write(before)
         if is_resumed and self._is_last and (holder is not None or skip):
             return None
         if is_resumed and (holder is not None or skip == self.batches):
@@ -98,7 +103,16 @@ class Progress:
         else:
             self._reset()
         may_end_at_once, self._may_end_at_once = self._may_end_at_once, False
-        return Source(self._loader, skip, read_state, resumed, begin_order, self._note_random_state, may_end_at_once)
+        return Source(
+            self._loader,
+            skip,
+            read_state,
+            resumed,
+            begin_order,
+            self._note_random_state,
+            may_end_at_once,
+            self._epochs_before,
+        )
 
     def advance(self, batches: int, samples: int, mark: Mark, source: Source, is_last: bool) -> None:
         """
@@ -112,7 +126,7 @@ class Progress:
             mark ([`Mark`]): Where the loader is behind it.
         """
         self.batches, self.samples, self._mark = batches, samples, mark
-        self._is_last = is_last
+        self._is_last, self._epochs_before = is_last, source.epochs_before
         if is_last:
             if source.ended:
                 # All its replays have been begun since, and the last may not have come to its end.
@@ -122,6 +136,8 @@ class Progress:
                 self._cut_short = 1  # all ranks stop with the shortest
             # What follows is another pass, which begins with the random numbers of that time.
             self._random = None
+        elif self.keeps_state and source.ends_own(mark):
+            self._mark = mark._replace(in_replay=True)
 
     def end(self) -> None:
         """Note that the epoch has come to its end."""
@@ -145,6 +161,12 @@ class Progress:
         if state is None and holder is not None:
             state = holder.state_dict()
         random = self._random or self._random_state()
+        own = {
+            "state": state,
+            "random": random,
+            "mid_pass": self._random is not None,
+            "epochs_before": self._epochs_before,
+        }
         return {
             "process_index": process_index,
             "epoch": int(self.epochs.current),
@@ -154,7 +176,7 @@ class Progress:
             "in_replay": self._mark.in_replay,
             "is_last": self._is_last,
             "cut_short": self._cut_short,
-            "loader": _pack({"state": state, "random": random, "mid_pass": self._random is not None}),
+            "loader": _pack(own),
         }
 
     def check(self, entries: Any) -> dict[str, Any]:
@@ -205,12 +227,14 @@ class Progress:
         self._is_last, self._cut_short = entries["is_last"], entries["cut_short"]
         self._end_state = None if entries["batches"] else inner["state"]
         self._random = inner["random"] if inner["mid_pass"] else None
+        self._epochs_before = inner["epochs_before"]
         self._is_resumed = True
 
     def _reset(self) -> None:
         self.batches = self.samples = 0
         self._mark, self._is_last, self._random = Mark(), False, None
         self._end_state, self._cut_short = None, 0
+        self._epochs_before = None
 
     def _holder(self) -> Any:
         """Find who keeps the state: the loader, or a stream that is read in this process."""
