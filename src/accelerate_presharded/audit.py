@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -189,6 +190,9 @@ class Seen:
         self.repeats = numpy.frombuffer(repeats, dtype=numpy.uint64)
         self.distinct, self.times = numpy.unique(self.real, return_counts=True)
 
+    def reads(self) -> _Reads:
+        return _Reads(len(self.real), int(self.real.sum(dtype=numpy.uint64)))
+
 
 def audit(
     loader: Any,
@@ -258,6 +262,8 @@ def audit(
     # Ranks that share a batch are neighbours, and the first of them stands for all.
     is_first = accelerator.process_index % max(1, accelerator.num_processes // size) == 0
     facts = _Facts(index, is_first, describe(_user_loader(loader)), before is not None)
+    if before is not None:
+        facts.before_is_complete, facts.before_reads = before.complete, before.seen.reads()
     error, seen = None, Seen(array("Q"), array("Q"))
     try:
         seen = _read_once(loader, accelerator.device, key, max_batches, on_batch or (lambda samples: None), facts)
@@ -275,7 +281,64 @@ def audit(
             )
     ranks = sorted((each for each in everyone if each.is_first), key=lambda each: each.index)
     tally = _tally(seen, before and before.seen, is_first)
-    return _report(ranks, tally, key, max_batches, seen)
+    cut_short = any(each.was_cut_short for each in ranks)
+    total = None if cut_short else tally.in_before if facts.has_before else _size_of_data(ranks)
+    is_settled = False
+    # By the word of a `key`, what has the same one is the same.
+    if key is None and tally.more_than_once and not cut_short:
+        if facts.has_before:
+            is_settled = _as_often_as_before(ranks)
+        elif _is_one_dataset(ranks) and total == sum(each.samples for each in ranks):
+            is_settled = _as_often_as_in_dataset(loader, ranks, facts)
+    return _report(ranks, tally, total, is_settled, key, max_batches if cut_short else None, seen)
+
+
+class _Reads(NamedTuple):
+    """
+    How many samples were read, and the sum of their hashes.
+
+    The sum tells whether the same ones were read, each as often, in whatever order and by whichever ranks.
+    """
+
+    number: int = 0
+    checksum: int = 0
+
+    def __add__(self, other: tuple) -> _Reads:
+        return _Reads(self.number + other[0], (self.checksum + other[1]) % (1 << 64))
+
+
+def _as_often_as_before(ranks: list[_Facts]) -> bool:
+    """Tell whether samples that were seen more than once are as many in the data itself, by the pass before."""
+    before = [each.before_reads for each in ranks]
+    if ranks[0].before_is_complete:
+        expected = sum(before, start=_Reads())
+    elif len(set(before)) == 1:
+        expected = before[0]  # all ranks have read all of it
+    else:
+        return False
+    return sum((each.reads for each in ranks), start=_Reads()) == expected
+
+
+def _as_often_as_in_dataset(loader: Any, ranks: list[_Facts], own: _Facts) -> bool:
+    """Tell the same by a pass over the dataset, by index. All ranks have to come here; they share the work."""
+    reads = None
+    if own.is_first:
+        with untouched(loader), contextlib.suppress(Exception):  # whatever is raised, nothing is settled by it
+            reads = _read_dataset(loader, range(own.index, own.dataset_length, len(ranks)))
+    everyone = [each for each, is_first in zip(_exchange(reads), _exchange(own.is_first)) if is_first]
+    return None not in everyone and sum(everyone, start=_Reads()) == sum(
+        (each.reads for each in ranks), start=_Reads()
+    )
+
+
+def _read_dataset(loader: Any, indices: range) -> _Reads:
+    cutter, reads = Cutter(_user_loader(loader)), _Reads()
+    for index in indices:
+        item = loader.dataset[index]
+        batch = loader.collate_fn(item if cutter.single else [item])
+        for sample in [batch] if cutter.single else cutter.cut(batch):
+            reads += (1, hash_of(sample))
+    return reads
 
 
 @dataclass
@@ -302,6 +365,9 @@ class _Facts:
     drop_last: bool = False
     uncut: str | None = None
     varied: bool = False
+    reads: _Reads = _Reads()
+    before_is_complete: bool = False
+    before_reads: _Reads = _Reads()
 
 
 def _user_loader(loader: Any) -> Any:
@@ -317,7 +383,7 @@ def _read_once(
     on_batch: Callable[[int], Any],
     facts: _Facts,
 ) -> Seen:
-    cutter = Cutter(loader)
+    cutter = Cutter(_user_loader(loader))
     real, repeats = array("Q"), array("Q")
     shapes = set()
     with untouched(loader):
@@ -346,7 +412,7 @@ def _read_once(
                 close()
     seen = Seen(real, repeats)
     facts.samples, facts.repeats, facts.distinct = len(real), len(repeats), len(seen.distinct)
-    facts.uncut = cutter.uncut
+    facts.uncut, facts.reads = cutter.uncut, seen.reads()
     facts.varied = len(shapes) > 1
     return seen
 
@@ -536,20 +602,26 @@ def _exchange(own: Any) -> list[Any]:
     return everyone
 
 
-def _report(ranks: list[_Facts], tally: _Tally, key: Any, max_batches: int | None, seen: Seen) -> ShardingReport:
-    cut_short = any(each.was_cut_short for each in ranks)
+def _report(
+    ranks: list[_Facts],
+    tally: _Tally,
+    total: int | None,
+    is_settled: bool,
+    key: Any,
+    max_batches: int | None,
+    seen: Seen,
+) -> ShardingReport:
     num_samples = sum(each.samples for each in ranks)
-    total = None if cut_short else tally.in_before if ranks[0].has_before else _size_of_data(ranks)
     if total is None:
         missed = None
     elif ranks[0].has_before:
         missed = tally.lost
     else:
-        missed = max(0, total - tally.distinct)
+        missed = 0 if is_settled else max(0, total - tally.distinct)
     # As many readings as samples: those with the same content may be different ones, and then none is missed.
     is_ambiguous = bool(missed) and not ranks[0].has_before and num_samples == total
-    complete, verdict, advice = _judge(ranks, tally, total, missed, is_ambiguous)
-    if cut_short:
+    complete, verdict, advice = _judge(ranks, tally, total, missed, is_ambiguous, is_settled)
+    if max_batches is not None:
         verdict = f"{verdict} Only the first {max_batches} batches of each rank were judged."
     return ShardingReport(
         loader=ranks[0].loader,
@@ -562,11 +634,11 @@ def _report(ranks: list[_Facts], tally: _Tally, key: Any, max_batches: int | Non
         seen_more_than_once=tally.more_than_once,
         total=total,
         missed=None if is_ambiguous else missed,
-        max_batches=max_batches if cut_short else None,
+        max_batches=max_batches,
         complete=complete,
         verdict=verdict,
         advice=advice,
-        notes=list(_notes(ranks, tally, total, key)),
+        notes=list(_notes(ranks, tally, total, is_settled, key)),
         seen=seen,
     )
 
@@ -575,17 +647,20 @@ def _size_of_data(ranks: list[_Facts]) -> int | None:
     lengths = [each.dataset_length for each in ranks]
     if None in lengths:
         return None
+    if _is_one_dataset(ranks):
+        return lengths[0]
+    return sum(lengths) if _hold_different_data(ranks) or len(set(lengths)) > 1 else None
+
+
+def _is_one_dataset(ranks: list[_Facts]) -> bool:
     probes = {each.dataset_probe for each in ranks}
-    is_one_dataset = len(set(lengths)) == 1 and (
+    return len({each.dataset_length for each in ranks}) == 1 and (
         len(probes) == 1 if None not in probes else all(each.cut_by_sampler for each in ranks)
     )
-    if is_one_dataset:
-        return lengths[0]
-    return None if None in probes else sum(lengths)
 
 
 def _judge(
-    ranks: list[_Facts], tally: _Tally, total: int | None, missed: int | None, is_ambiguous: bool
+    ranks: list[_Facts], tally: _Tally, total: int | None, missed: int | None, is_ambiguous: bool, is_settled: bool
 ) -> tuple[bool, str, str]:
     """Return whether every sample was seen once, a sentence about it, and what to change."""
     first, size = ranks[0], len(ranks)
@@ -593,7 +668,7 @@ def _judge(
         return False, "No rank has seen any sample.", "See whether the dataset is empty on every rank."
     steps = _steps(ranks) if first.stage != NOT_PREPARED else None
     twice = next((each.cut_twice for each in ranks if each.cut_twice), None)
-    if size > 1 and tally.by_all == tally.distinct:
+    if size > 1 and tally.by_all == tally.distinct and not is_settled:
         return False, f"All ranks read the same data: {_count(tally.distinct, 'sample')} each.", _advice_same(first)
     if first.has_before and tally.lost == tally.in_before:
         return (
@@ -619,14 +694,16 @@ def _judge(
             + (f"({_number(total - missed)} of {_count(total, 'sample')})")
         )
         return False, *_missed(ranks, tally, covers, twice)
-    if tally.more_than_once:
+    if tally.more_than_once and not is_settled:
         who = "by more than one rank" if tally.by_several else "twice by the same rank"
         return (
             False,
             f"{_count(tally.more_than_once, 'sample')} of {_number(tally.distinct)} {_are(tally.more_than_once)} seen {who}.",
             _advice_overlap(first),
         )
-    once = f"Every sample once: {_count(tally.distinct, 'sample')} on {_count(size, 'rank')}"
+    once = f"Every sample once: {_count(sum(each.samples for each in ranks), 'sample')} on {_count(size, 'rank')}"
+    if is_settled:
+        once += f", {_number(tally.distinct)} of them different"
     if steps is None:
         return True, f"{once}.", ""
     if all(each.uneven_allowed for each in ranks):
@@ -695,7 +772,7 @@ def _advice_overlap(first: _Facts) -> str:
     return f"{advice} If the data holds identical samples, pass `key` to tell them apart."
 
 
-def _notes(ranks: list[_Facts], tally: _Tally, total: int | None, key: Any) -> Iterator[str]:
+def _notes(ranks: list[_Facts], tally: _Tally, total: int | None, is_settled: bool, key: Any) -> Iterator[str]:
     if total is None and not any(each.was_cut_short for each in ranks):
         yield "how many samples there are is not known, so what no rank has read does not show here."
     without = [str(each.index) for each in ranks if not each.samples]
@@ -709,7 +786,9 @@ def _notes(ranks: list[_Facts], tally: _Tally, total: int | None, key: Any) -> I
             "samples have different shapes in different batches. Where they are padded to the longest of their batch, "
             "the same sample looks different elsewhere: pass `key` then."
         )
-    if key is None and tally.more_than_once:
+    if is_settled:
+        yield "the data holds samples that look alike, each as often as it was read."
+    elif key is None and tally.more_than_once:
         yield "samples with the same content count as one and the same. `key` tells them apart."
 
 

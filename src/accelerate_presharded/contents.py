@@ -31,12 +31,13 @@ class Cutter:
 
     **Available attributes:**
 
+        - **single** (`bool`) -- Whether what the loader yields is one sample.
         - **uncut** (`str`, *optional*) -- The class of a batch that could not be cut and counts as one sample.
     """
 
     def __init__(self, loader: Any):
         self.uncut: str | None = None
-        self._single = draws_single_items(loader)
+        self.single = draws_single_items(loader)
         batch_size = read(loader, "batch_size") or read(read(loader, "batch_sampler"), "batch_size")
         self._batch_size = batch_size if isinstance(batch_size, int) else None
         self._are_elements: bool | None = None
@@ -51,7 +52,7 @@ class Cutter:
         Returns:
             `list`: Its samples, in order.
         """
-        if self._single:
+        if self.single:
             return [batch]
         if _is_list(batch):
             # The first batch is full, and decides for the last one, which may not be.

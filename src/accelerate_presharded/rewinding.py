@@ -11,15 +11,11 @@ from typing import Any
 import numpy
 import torch
 from accelerate.state import GradientState
-from torch.utils.data import DataLoader
 
+from .contents import hash_of
 from .data_loader import PreshardedDataLoader
 from .progress import Progress
 from .sharding import read, walk_datasets, walk_samplers
-
-
-# Where loaders, samplers and datasets keep what a pass changes.
-_NAMES = ("epoch", "_epoch", "iteration", "skip_batches", "end_of_dataloader", "remainder")
 
 
 @contextlib.contextmanager
@@ -27,10 +23,10 @@ def untouched(loader: Any) -> Iterator[Any]:
     """
     Give out a loader to iterate, and put everything back behind it that such a pass changes.
 
-    Put back are the epochs of the loader, its samplers and its datasets; the random number generators of torch (CPU and
-    CUDA), numpy and Python, and those of loaders and samplers; the own state of a loader or stream that has
-    `state_dict` and `load_state_dict`; and what Accelerate knows of the loop that is under way. Not put back is what a
-    dataset changes in itself otherwise, such as the position in an open file.
+    Put back are the attributes of the loader, its samplers and its datasets, and with them epochs and positions; the
+    random number generators of torch (CPU and CUDA), numpy and Python, and those that are such an attribute; the state
+    of a loader or dataset that has `state_dict` and `load_state_dict`; and what Accelerate knows of the loop that is
+    under way. Not put back is what lies elsewhere, such as the position in an open file.
 
     Args:
         loader (`torch.utils.data.DataLoader` or any iterable of batches): Any loader, prepared or not.
@@ -39,50 +35,20 @@ def untouched(loader: Any) -> Iterator[Any]:
         `Any`: The loader to iterate, for one pass.
     """
     undo: list[Callable[[], Any]] = []
+    base = read(loader, "base_dataloader")
+    inner = loader if base is None else base
     try:
         _keep_random_numbers(undo)
-        is_ours = isinstance(loader, PreshardedDataLoader)
-        around = [loader, read(loader, "base_dataloader")]
-        objects = _all_below(around)
-        for obj in objects:
+        _keep_loops(undo)
+        below = [each for walk in (walk_samplers, walk_datasets) for _, each in walk(inner)]
+        for obj in {id(each): each for each in (loader, *below) if each is not None}.values():
+            _keep_state(obj, inner, undo)
             _keep_attributes(obj, undo)
-        gradient_state = GradientState()
-        references = list(gradient_state.dataloader_references)
-        undo.append(lambda: setattr(gradient_state, "dataloader_references", references))
-        inner = around[1] if around[1] is not None else loader
-        holder = Progress(inner).holder()
-        if holder is not None:
-            state = holder.state_dict()
-            undo.append(lambda: holder.load_state_dict(state))
-        elif isinstance(inner, DataLoader) and read(inner, "_iterator") is None:
-            undo.append(lambda: _end_workers(inner))
-        yield loader.trial() if is_ours else loader
+        _set_iterator_aside(inner, undo)
+        yield loader.trial() if isinstance(loader, PreshardedDataLoader) else loader
     finally:
         for put_back in reversed(undo):
             put_back()
-
-
-def _all_below(loaders: list[Any]) -> list[Any]:
-    found = [obj for loader in loaders for walk in (walk_samplers, walk_datasets) for _, obj in walk(loader)]
-    return list({id(obj): obj for obj in found if obj is not None}.values())
-
-
-def _keep_attributes(obj: Any, undo: list[Callable[[], Any]]) -> None:
-    own = read(obj, "__dict__") or {}
-    for name in _NAMES:
-        value = own.get(name)
-        if isinstance(value, torch.Tensor):  # shared with worker processes
-            undo.append(lambda value=value, old=value.clone(): value.copy_(old))
-        elif name in own:
-            undo.append(lambda name=name, value=value: own.__setitem__(name, value))
-    if not any(name in own for name in _NAMES[:2]) and callable(read(obj, "set_epoch")):
-        epoch = read(obj, "epoch")
-        if isinstance(epoch, int):  # behind a property
-            undo.append(lambda: obj.set_epoch(epoch))
-    for name in ("generator", "synchronized_generator"):
-        generator = own.get(name)
-        if isinstance(generator, torch.Generator):
-            undo.append(lambda generator=generator, state=generator.get_state(): generator.set_state(state))
 
 
 def _keep_random_numbers(undo: list[Callable[[], Any]]) -> None:
@@ -93,9 +59,66 @@ def _keep_random_numbers(undo: list[Callable[[], Any]]) -> None:
         undo.append(lambda states=torch.cuda.get_rng_state_all(): torch.cuda.set_rng_state_all(states))
 
 
-def _end_workers(loader: DataLoader) -> None:
-    """End workers that would outlive the pass, with `persistent_workers=True`, and be in its place."""
-    iterator, loader._iterator = read(loader, "_iterator"), None
-    shut_down = read(iterator, "_shutdown_workers")
-    if shut_down is not None:
-        shut_down()
+def _keep_loops(undo: list[Callable[[], Any]]) -> None:
+    state = GradientState()
+    undo.append(lambda references=state.dataloader_references: setattr(state, "dataloader_references", references))
+
+
+def _keep_attributes(obj: Any, undo: list[Callable[[], Any]]) -> None:
+    own = read(obj, "__dict__")
+    if not isinstance(own, dict):
+        return
+    for value in own.values():
+        if isinstance(value, torch.Generator):
+            undo.append(lambda value=value, state=value.get_state(): value.set_state(state))
+        elif isinstance(value, numpy.random.Generator):
+            undo.append(lambda it=value.bit_generator, state=value.bit_generator.state: setattr(it, "state", state))
+        elif isinstance(value, numpy.random.RandomState):
+            undo.append(lambda value=value, state=value.get_state(): value.set_state(state))
+        elif isinstance(value, random.Random):
+            undo.append(lambda value=value, state=value.getstate(): value.setstate(state))
+        elif isinstance(value, torch.Tensor) and not value.ndim:
+            # An epoch that is shared with worker processes.
+            undo.append(lambda value=value, number=value.clone(): value.copy_(number))
+
+    def put_back(kept: dict[str, Any] = dict(own)) -> None:
+        for name in own.keys() - kept.keys():
+            del own[name]
+        own.update(kept)
+
+    undo.append(put_back)
+
+
+def _keep_state(obj: Any, inner: Any, undo: list[Callable[[], Any]]) -> None:
+    """Keep the state that an object has of its own, which may lie deeper than its attributes."""
+    # Where it is a loader of torch's kind, all of that is in its iterator. Asking would start one.
+    if obj is not Progress(inner).holder() or "_iterator" in (read(obj, "__dict__") or {}):
+        return
+    state = obj.state_dict()
+    before = hash_of(state)
+
+    def put_back() -> None:
+        # Only where it is needed: at the end of an epoch, some take a state as the order to stay there.
+        if hash_of(obj.state_dict()) != before:
+            obj.load_state_dict(state)
+
+    undo.append(put_back)
+
+
+def _set_iterator_aside(loader: Any, undo: list[Callable[[], Any]]) -> None:
+    """Have a loader of torch's kind begin a pass with an iterator of its own, and leave the present one alone."""
+    own = read(loader, "__dict__") or {}
+    kept = own.get("_iterator")
+    if "_iterator" not in own or (kept is not None and read(loader, "persistent_workers")):
+        return  # workers that stay are there for every pass
+
+    def end_workers() -> None:
+        shut_down = read(own["_iterator"], "_shutdown_workers")
+        if shut_down is not None:
+            shut_down()
+
+    undo.append(end_workers)
+    own["_iterator"] = None
+    if own.get("_initial_iter_for_state_dict"):
+        # A `StatefulDataLoader` that was asked for its state has begun the next pass with that.
+        own["_initial_iter_for_state_dict"], own["next_iter_state"] = False, kept.state_dict()
