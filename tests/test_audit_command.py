@@ -18,7 +18,7 @@ from accelerate_presharded.audit_command import add_parser, overview
 from accelerate_presharded.audit_ranks import Outcome, UsageError, _make_loader
 
 
-FACTORIES = """
+FACTORIES = r"""
 import os
 import time
 
