@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 
 
 extras = {
+    "audit": ["matplotlib", "rich"],
     "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle", "torchdata"],
     "quality": ["ruff"],
     "examples": ["scikit-learn"],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
+    from .auditing import RankReport, ShardingReport, audit
     from .configuration import DataLoaderConfiguration
     from .data_loader import PreshardedDataLoader, prepare_data_loader, skip_first_batches
     from .patching import patch_accelerate
@@ -19,7 +20,10 @@ __all__ = [
     "Accelerator",
     "DataLoaderConfiguration",
     "PreshardedDataLoader",
+    "RankReport",
     "Sharding",
+    "ShardingReport",
+    "audit",
     "find_sharding",
     "is_already_sharded",
     "patch_accelerate",
@@ -34,7 +38,10 @@ _MODULES = {
     "Accelerator": "accelerator",
     "DataLoaderConfiguration": "configuration",
     "PreshardedDataLoader": "data_loader",
+    "RankReport": "auditing",
     "Sharding": "sharding",
+    "ShardingReport": "auditing",
+    "audit": "auditing",
     "find_sharding": "sharding",
     "is_already_sharded": "sharding",
     "patch_accelerate": "patching",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import accelerate
 
+from .auditing import ShardingReport, audit
 from .checkpointing import load_with_loaders, save_with_loaders
 from .data_loader import (
     PreshardedDataLoader,
@@ -283,3 +284,39 @@ class Accelerator(accelerate.Accelerator):
         """
         load_with_loaders(self)
         return super().load_state(input_dir, load_kwargs=load_kwargs, **load_model_func_kwargs)
+
+    def audit(self, loader, key=None, max_batches=None, before=None) -> ShardingReport:
+        """
+        Read a loader once on every rank and report who has seen which sample, without a change to training. See
+        [`audit`].
+
+        Args:
+            loader (`torch.utils.data.DataLoader` or any iterable of batches):
+                This rank's loader, prepared or not.
+            key (`str`, `int` or `Callable`, *optional*):
+                What to tell samples apart by: the name or index of a field, or a function of a sample. By default it is
+                all of their content.
+            max_batches (`int`, *optional*):
+                How many batches of each rank to read at most. For streams that never end.
+            before ([`ShardingReport`], *optional*):
+                The report of the same data before `prepare`. What was seen then and is not seen now counts as missed.
+
+        Returns:
+            [`ShardingReport`]: The same on all ranks.
+
+        Raises:
+            `ValueError`: The samples cannot be told apart that way, or the arguments make no sense.
+            `RuntimeError`: Reading has failed on another rank, which is named.
+
+        Example:
+
+        ```python
+        >>> from torch.utils.data import DataLoader
+        >>> from accelerate_presharded import Accelerator
+
+        >>> accelerator = Accelerator()
+        >>> loader = accelerator.prepare(DataLoader(range(16), batch_size=4))
+        >>> accelerator.audit(loader).assert_complete()
+        ```
+        """
+        return audit(loader, self, key=key, max_batches=max_batches, before=before)

@@ -7,6 +7,7 @@ import argparse
 import sys
 
 from . import __version__
+from .audit_command import add_parser as _add_audit
 
 
 _RUN = """\
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"accelerate-presharded {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_run, _add_enable, _add_disable, _add_status):
+    for add in (_add_audit, _add_run, _add_enable, _add_disable, _add_status):
         add(subparsers)
     arguments = parser.parse_args(own)
     arguments.script_arguments = scripts

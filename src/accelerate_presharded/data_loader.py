@@ -259,6 +259,17 @@ class PreshardedDataLoader(DataLoaderShard):
         skipped.skip_batches += num_batches
         return skipped
 
+    def trial(self) -> PreshardedDataLoader:
+        """
+        Return a loader whose passes leave no trace in this one: neither its epoch nor its place in it moves.
+
+        Returns:
+            [`PreshardedDataLoader`]: It shares the wrapped loader with this one.
+        """
+        other = copy.copy(self)
+        other._progress = self._progress.fork()
+        return other
+
     @property
     def total_dataset_length(self) -> int:
         num_samples = count_samples(self.base_dataloader) if self._plan is None else self._plan.num_samples

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import inspect
 import io
 import math
@@ -69,7 +70,36 @@ class Progress:
 
     @property
     def keeps_state(self) -> bool:
-        return self._holder() is not None
+        return self.holder() is not None
+
+    def holder(self) -> Any:
+        """
+        Find who keeps a state: the loader, or a stream that is read in this process.
+
+        Returns:
+            `Any`: The object with `state_dict` and `load_state_dict`, or `None`.
+        """
+        dataset = read(self._loader, "dataset")
+        for candidate in (self._loader, dataset):
+            if candidate is dataset and (
+                read(self._loader, "num_workers") or not isinstance(dataset, IterableDataset)
+            ):
+                continue
+            state_dict, load_state_dict = read(candidate, "state_dict"), read(candidate, "load_state_dict")
+            if callable(state_dict) and callable(load_state_dict) and not _has_required_arguments(state_dict):
+                return candidate
+        return None
+
+    def fork(self) -> Progress:
+        """
+        Make another one that stands where this one does, and that changes nothing in this one.
+
+        Returns:
+            [`Progress`]: It is about the same wrapped loader, whose own state is not forked.
+        """
+        other = copy.copy(self)
+        other.epochs = self.epochs.fork()
+        return other
 
     def begin(self, skip: int) -> Source | None:
         """
@@ -82,7 +112,7 @@ class Progress:
             [`Source`] or `None`: The batches from there on; `None` if the state was saved behind the last batch.
         """
         self.epochs.begin()
-        holder = self._holder()
+        holder = self.holder()
         read_state = None if holder is None else holder.state_dict
         resumed = begin_order = None
         is_resumed, self._is_resumed = self._is_resumed, False
@@ -156,7 +186,7 @@ class Progress:
         Returns:
             `dict[str, Any]`: Numbers, and one entry of bytes.
         """
-        holder = self._holder()
+        holder = self.holder()
         state = self._mark.state if self.batches else self._end_state
         if state is None and holder is not None:
             state = holder.state_dict()
@@ -213,7 +243,7 @@ class Progress:
             `ValueError`: See [`~Progress.check`].
         """
         inner = self.check(entries)
-        holder = self._holder()
+        holder = self.holder()
         # A stream goes on from any state with what follows it. Between epochs nothing does: it begins anew.
         in_epoch = entries["batches"] and not entries["is_last"]
         if inner["state"] is not None and (holder is self._loader or in_epoch):
@@ -235,19 +265,6 @@ class Progress:
         self._mark, self._is_last, self._random = Mark(), False, None
         self._end_state, self._cut_short = None, 0
         self._epochs_before = None
-
-    def _holder(self) -> Any:
-        """Find who keeps the state: the loader, or a stream that is read in this process."""
-        dataset = read(self._loader, "dataset")
-        for candidate in (self._loader, dataset):
-            if candidate is dataset and (
-                read(self._loader, "num_workers") or not isinstance(dataset, IterableDataset)
-            ):
-                continue
-            state_dict, load_state_dict = read(candidate, "state_dict"), read(candidate, "load_state_dict")
-            if callable(state_dict) and callable(load_state_dict) and not _has_required_arguments(state_dict):
-                return candidate
-        return None
 
     def _generators(self) -> list[torch.Generator]:
         """The random number generators that the order of the samples may come from, besides torch's own."""
