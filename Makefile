@@ -12,15 +12,16 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := setup.py src tests examples
+SOURCES := setup.py src tests examples benchmarks
 
-.PHONY: help demo test test-long quality style clean
+.PHONY: help demo test test-long bench quality style clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train on two ranks with plain accelerate and with this package, and compare"
 	@echo "make test      run the test suite in parallel (ARGS=\"-k name\" for part of it)"
 	@echo "make test-long run the property tests on 10,000 random examples"
+	@echo "make bench     measure against plain accelerate (ARGS=\"--quick\", ARGS=\"--only NAME\")"
 	@echo "make quality   check format and lint"
 	@echo "make style     fix format and lint"
 	@echo "make clean     remove .venv and everything that was built"
@@ -34,6 +35,10 @@ test: $(READY)
 # Ten thousand random examples of the promises in the README; test takes some hundreds of them.
 test-long: $(READY)
 	PRESHARDED_EXAMPLES=10000 $(BIN)/python -m pytest tests/test_properties.py $(ARGS)
+
+# The full run, which rewrites benchmarks/RESULTS.md, takes minutes and wants a quiet machine.
+bench: $(READY)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 quality: $(READY)
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))

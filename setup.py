@@ -9,6 +9,7 @@ extras = {
     "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle", "torchdata"],
     "quality": ["ruff"],
     "examples": ["scikit-learn"],
+    "benchmarks": ["matplotlib", "torchdata"],
 }
 extras["dev"] = sorted({requirement for group in extras.values() for requirement in group})
 

@@ -41,6 +41,7 @@ def launch(world_size: int, function: Callable, *args: Any, timeout: float = 900
     # Hosted here, as a launcher does it, so that no port has to be guessed.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     ends, processes = {}, []
+    patience = 0.0
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
@@ -51,10 +52,12 @@ def launch(world_size: int, function: Callable, *args: Any, timeout: float = 900
             theirs.close()
             processes.append(process)
             ends[ours] = rank
-        return _collect(ends, time.monotonic() + timeout)
+        results = _collect(ends, time.monotonic() + timeout)
+        patience = 5.0
+        return results
     finally:
         for process in processes:
-            process.join(timeout=5)
+            process.join(timeout=patience)  # none for those that wait for one that has failed
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -68,7 +68,7 @@ def rows(quick: bool) -> list[Row]:
     found = []
     for seconds, target, num_batches, rounds in ((0.005, 1.05, 60, 30), (0.0, 2.0, 400, 60)):
         if quick:
-            num_batches, rounds = 12, 3
+            num_batches, rounds = 8, 2
         times = slowest(launch(2, time_epochs, num_batches, seconds, rounds))
         what = (
             f"stream, agreeing on the end, {f'{1000 * seconds:.0f} ms of' if seconds else 'no'} work a step, 2 ranks"
