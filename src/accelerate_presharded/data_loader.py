@@ -122,7 +122,7 @@ class PreshardedDataLoader(DataLoaderShard):
         self._counts_samples = counts_samples
         self._num_batches = count_batches(dataloader)
         self._has_said = False
-        self._count = Count(None, 0)
+        self._count: tuple[int | None, int] = (None, 0)
 
     @property
     def __class__(self):
@@ -144,14 +144,15 @@ class PreshardedDataLoader(DataLoaderShard):
             return
         counter = _Counter(self.base_dataloader, source, self._progress.samples, self._counts_samples)
         batches = source.start
-        for step in self._steps(source):
-            batch = step.batch
-            if self.device is not None:
-                batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
+        # Once a batch, in every training loop there is: nothing is looked up or made here that need not be.
+        device, non_blocking = self.device, self._non_blocking
+        for batch, is_last, is_replay, ends_own, mark in self._steps(source):
+            self._count = counter.count(batch, is_replay, ends_own)
+            if device is not None:
+                batch = send_to_device(batch, device, non_blocking=non_blocking)
             batches += 1
-            self._count = counter.count(step)
-            self._progress.advance(batches, counter.samples, step.mark, source, step.is_last)
-            self.end_of_dataloader = step.is_last
+            self._progress.advance(batches, counter.samples, mark, source, is_last)
+            self.end_of_dataloader = is_last
             yield batch
         # Accelerate does not count an epoch without batches either.
         if batches:
@@ -259,7 +260,7 @@ class PreshardedDataLoader(DataLoaderShard):
     @property
     def samples_in_step(self) -> Count:
         """How many samples the current step has on this rank, and how many of them are real."""
-        return self._count
+        return Count(*self._count)
 
     @property
     def batches_yielded(self) -> int:
@@ -364,20 +365,19 @@ class _Counter:
         self._source: Source | None = source
         self.samples = samples
 
-    def count(self, step: Step) -> Count:
+    def count(self, batch: Any, is_replay: bool, ends_own: bool) -> tuple[int | None, int]:
+        """Return the fields of the step's [`Count`], which is only made for those who ask."""
         if self._source is not None:
             self.samples += self._source.skipped_samples
             self._source = None
-        size = None if self._single else size_of(step.batch)
+        size = None if self._single else size_of(batch)
+        if is_replay:
+            return size, 0
         number = 1 if size is None else size
-        if step.is_replay:
-            return Count(size, 0)
-        if self._real is not None:
-            real = min(max(self._real - self.samples, 0), number)
-        else:
-            real = max(0, number - self._padding) if step.ends_own else number
-        self.samples += number
-        return Count(size, real)
+        before, self.samples = self.samples, self.samples + number
+        if self._real is None:
+            return size, max(0, number - self._padding) if ends_own else number
+        return size, number if self.samples <= self._real else max(0, self._real - before)
 
 
 def _unpickle(cls: type, state: dict) -> PreshardedDataLoader:

@@ -105,6 +105,8 @@ def size_of(batch: Any) -> int | None:
     Returns:
         `int` or `None`: `None` if nothing in it has a length.
     """
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else None
     tensor = _first_tensor(batch)
     if tensor is not None:
         return tensor.shape[0]
