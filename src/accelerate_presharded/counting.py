@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from .sharding import find_sharding, read
+from .sharding import anything_registered, find_sharding, read
 
 
 # The modules whose loaders and samplers yield as many items as their length says.
@@ -90,7 +90,7 @@ def stated_padding(loader: Any) -> int | None:
     Returns:
         `int` or `None`: `None` if nothing was stated.
     """
-    sharding = find_sharding(loader)
+    sharding = find_sharding(loader) if anything_registered() else None
     return None if sharding is None else sharding.num_padding
 
 

@@ -148,7 +148,8 @@ class PreshardedDataLoader(DataLoaderShard):
         device, non_blocking = self.device, self._non_blocking
         for batch, is_last, is_replay, ends_own, mark in self._steps(source):
             self._count = counter.count(batch, is_replay, ends_own)
-            if device is not None:
+            # A tensor that is there already would come back as it is.
+            if device is not None and not (type(batch) is torch.Tensor and batch.device == device):
                 batch = send_to_device(batch, device, non_blocking=non_blocking)
             batches += 1
             self._progress.advance(batches, counter.samples, mark, source, is_last)

@@ -106,7 +106,8 @@ def size_of(batch: Any) -> int | None:
         `int` or `None`: `None` if nothing in it has a length.
     """
     if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else None
+        shape = batch.shape
+        return shape[0] if shape else None
     tensor = _first_tensor(batch)
     if tensor is not None:
         return tensor.shape[0]
