@@ -316,7 +316,7 @@ class PreshardedDataLoader(DataLoaderShard):
         >>> loader.load_state_dict(PreshardedDataLoader(DataLoader(range(8))).state_dict())
         ```
         """
-        self._progress.from_dict(self.check_state_dict(state_dict))
+        self.go_on(self.check_state_dict(state_dict))
 
     def check_state_dict(self, state_dict: Any) -> dict[str, Any]:
         """
@@ -326,7 +326,7 @@ class PreshardedDataLoader(DataLoaderShard):
             state_dict (`Any`): What was found.
 
         Returns:
-            `dict[str, Any]`: The part of this rank.
+            `dict[str, Any]`: The part of this rank, unpacked: what [`~PreshardedDataLoader.go_on`] takes.
 
         Raises:
             `ValueError`: As in [`~PreshardedDataLoader.load_state_dict`].
@@ -346,8 +346,16 @@ class PreshardedDataLoader(DataLoaderShard):
             raise ValueError(
                 f"the state is that of {found or 'no rank'}, and that of rank {self.process_index} was expected"
             )
-        self._progress.check(state_dict[own])
-        return state_dict[own]
+        return self._progress.check(state_dict[own])
+
+    def go_on(self, checked: dict[str, Any]) -> None:
+        """
+        Go on from a state that was checked.
+
+        Args:
+            checked (`dict[str, Any]`): What [`~PreshardedDataLoader.check_state_dict`] has returned.
+        """
+        self._progress.go_on(checked)
 
     def __reduce__(self):
         # Not the default: pickle would ask for `__class__`, which is the wrapped loader's.
