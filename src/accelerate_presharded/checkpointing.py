@@ -114,13 +114,12 @@ def _every_rank_has_found(problem: str | None, folder: str) -> bool:
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    # In one piece or not at all: a rank may be stopped at any moment.
+    # In one piece or not at all: a rank may be stopped at any moment. It does not wait for the disk, since nothing else
+    # in the folder does: after a crash of the whole machine the model might be missing as well.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
