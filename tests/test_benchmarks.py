@@ -9,6 +9,7 @@ import pytest
 from benchmarks import ranks
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.harness import Figure, Row, alternate, ratio, slowest
+from benchmarks.sections import sections
 
 
 COUNTED = {"iteration": 1, "reading": 3, "skipping": 1, "agreeing": 2}
@@ -36,6 +37,11 @@ def test_what_is_written(tmp_path, capsys):
     )
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
     assert "detection, wrapped ten deep" in capsys.readouterr().out
+
+
+def test_the_sections_of_a_step(fresh_state):
+    found = sections()
+    assert min(found.values()) > 0
 
 
 def test_a_ratio_is_taken_round_by_round():
