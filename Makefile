@@ -12,11 +12,11 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := setup.py src tests examples
+SOURCES := setup.py src tests examples benchmarks
 
 STREAMING := .venv-streaming
 
-.PHONY: help demo test test-long test-streaming quality style clean
+.PHONY: help demo test test-long test-streaming bench quality style clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test      run the test suite in parallel (ARGS=\"-k name\" for part of it)"
 	@echo "make test-long run the property tests on 10,000 random examples"
 	@echo "make test-streaming  the tests with MosaicML Streaming and LitData, in an environment of their own"
+	@echo "make bench     measure against plain accelerate (ARGS=\"--quick\", ARGS=\"--only NAME\")"
 	@echo "make quality   check format and lint"
 	@echo "make style     fix format and lint"
 	@echo "make clean     remove .venv and everything that was built"
@@ -40,6 +41,10 @@ test-long: $(READY)
 
 test-streaming: $(STREAMING)/.ready
 	$(STREAMING)/bin/python -m pytest tests/libraries/streaming_env $(ARGS)
+
+# The full run, which rewrites benchmarks/RESULTS.md, takes minutes and wants a quiet machine.
+bench: $(READY)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 quality: $(READY)
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))

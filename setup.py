@@ -11,6 +11,7 @@ extras = {
     "quality": ["ruff"],
     "examples": ["scikit-learn"],
     "libraries": ["datasets", "lhotse", "torchdata", "transformers>=5", "webdataset"],
+    "benchmarks": ["matplotlib", "torchdata"],
 }
 extras["dev"] = sorted({requirement for group in extras.values() for requirement in group})
 # In an environment of its own: these need an older transformers, and torchvision.

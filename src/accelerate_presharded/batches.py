@@ -25,6 +25,9 @@ def size_of(batch: Any) -> int | None:
     Returns:
         `int` or `None`: `None` if nothing in it has a length.
     """
+    if isinstance(batch, torch.Tensor):
+        shape = batch.shape
+        return shape[0] if shape else None
     tensor = _first_tensor(batch)
     if tensor is not None:
         return tensor.shape[0]

@@ -86,8 +86,7 @@ class _LoadHook(_Hook):
             if not path.exists():
                 continue
             try:
-                found[loader] = torch.load(path, map_location="cpu", weights_only=True)
-                loader.check_state_dict(found[loader])
+                found[loader] = loader.check_state_dict(torch.load(path, map_location="cpu", weights_only=True))
             except Exception as error:  # whatever a broken or foreign file brings up
                 reason = str(error).strip().splitlines() or [type(error).__name__]
                 problem = f"{path.name}: {reason[0]}."
@@ -96,8 +95,8 @@ class _LoadHook(_Hook):
             missing = ", ".join(path.name for path, loader in files.items() if loader not in found)
             problem = f"{missing} is missing." if found else ""
         if _every_rank_has_found(problem, input_dir):
-            for loader, state in found.items():
-                loader.load_state_dict(state)
+            for loader, checked in found.items():
+                loader.go_on(checked)
         else:
             logger.warning(
                 f"{input_dir} holds no state of the already sharded loaders, so they begin with epoch 0. Call their "
@@ -115,13 +114,12 @@ def _every_rank_has_found(problem: str | None, folder: str) -> bool:
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    # In one piece or not at all: a rank may be stopped at any moment.
+    # In one piece or not at all: a rank may be stopped at any moment. It does not wait for the disk, since nothing else
+    # in the folder does: after a crash of the whole machine the model might be missing as well.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

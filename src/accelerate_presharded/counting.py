@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from .sharding import find_sharding, read
+from .sharding import anything_registered, find_sharding, read
 
 
 # The modules whose loaders and samplers yield as many items as their length says.
@@ -99,9 +99,9 @@ def stated_padding(loader: Any) -> int | None:
     Returns:
         `int` or `None`: `None` if nothing was stated.
     """
-    sharding = find_sharding(loader)
-    if sharding is None or sharding.num_padding is not None:
-        return None if sharding is None else sharding.num_padding
+    sharding = find_sharding(loader) if anything_registered() else None
+    if sharding is not None and sharding.num_padding is not None:
+        return sharding.num_padding
     return _padding_of_streaming(loader)
 
 

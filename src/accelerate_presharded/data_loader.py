@@ -127,7 +127,7 @@ class PreshardedDataLoader(DataLoaderShard):
         self._counts_samples = counts_samples
         self._num_batches = count_batches(dataloader)
         self._has_said = False
-        self._count = Count(None, 0)
+        self._count: tuple[int | None, int] = (None, 0)
 
     @property
     def __class__(self):
@@ -149,14 +149,16 @@ class PreshardedDataLoader(DataLoaderShard):
             return
         counter = _Counter(self.base_dataloader, source, self._progress.samples, self._counts_samples)
         batches = source.start
-        for step in self._steps(source):
-            batch = step.batch
-            if self.device is not None:
-                batch = send_to_device(batch, self.device, non_blocking=self._non_blocking)
+        # Once a batch, in every training loop there is: nothing is looked up or made here that need not be.
+        device, non_blocking = self.device, self._non_blocking
+        for batch, is_last, is_replay, ends_own, mark in self._steps(source):
+            self._count = counter.count(batch, is_replay, ends_own)
+            # A tensor that is there already would come back as it is.
+            if device is not None and not (type(batch) is torch.Tensor and batch.device == device):
+                batch = send_to_device(batch, device, non_blocking=non_blocking)
             batches += 1
-            self._count = counter.count(step)
-            self._progress.advance(batches, counter.samples, step.mark, source, step.is_last)
-            self.end_of_dataloader = step.is_last
+            self._progress.advance(batches, counter.samples, mark, source, is_last)
+            self.end_of_dataloader = is_last
             yield batch
         # Accelerate does not count an epoch without batches either.
         if batches:
@@ -280,7 +282,8 @@ class PreshardedDataLoader(DataLoaderShard):
     @property
     def samples_in_step(self) -> Count:
         """How many samples the current step has on this rank, and how many of them are real."""
-        return self._count
+        full = read(self.base_dataloader, "batch_size")
+        return Count(*self._count, full if isinstance(full, int) else None)
 
     @property
     def batches_yielded(self) -> int:
@@ -335,7 +338,7 @@ class PreshardedDataLoader(DataLoaderShard):
         >>> loader.load_state_dict(PreshardedDataLoader(DataLoader(range(8))).state_dict())
         ```
         """
-        self._progress.from_dict(self.check_state_dict(state_dict))
+        self.go_on(self.check_state_dict(state_dict))
 
     def check_state_dict(self, state_dict: Any) -> dict[str, Any]:
         """
@@ -345,7 +348,7 @@ class PreshardedDataLoader(DataLoaderShard):
             state_dict (`Any`): What was found.
 
         Returns:
-            `dict[str, Any]`: The part of this rank.
+            `dict[str, Any]`: The part of this rank, unpacked: what [`~PreshardedDataLoader.go_on`] takes.
 
         Raises:
             `ValueError`: As in [`~PreshardedDataLoader.load_state_dict`].
@@ -365,8 +368,16 @@ class PreshardedDataLoader(DataLoaderShard):
             raise ValueError(
                 f"the state is that of {found or 'no rank'}, and that of rank {self.process_index} was expected"
             )
-        self._progress.check(state_dict[own])
-        return state_dict[own]
+        return self._progress.check(state_dict[own])
+
+    def go_on(self, checked: dict[str, Any]) -> None:
+        """
+        Go on from a state that was checked.
+
+        Args:
+            checked (`dict[str, Any]`): What [`~PreshardedDataLoader.check_state_dict`] has returned.
+        """
+        self._progress.go_on(checked)
 
     def __reduce__(self):
         # Not the default: pickle would ask for `__class__`, which is the wrapped loader's.
@@ -379,28 +390,25 @@ class _Counter:
 
     def __init__(self, dataloader: Any, source: Source, samples: int, counts_samples: bool):
         self._single = draws_single_items(dataloader)
-        batch_size = read(dataloader, "batch_size")
-        self._full = batch_size if isinstance(batch_size, int) else None
         self._real = count_real(dataloader) if counts_samples else 0
         # Where the samples cannot be counted beforehand, what was stated is cut off from the last batch.
         self._padding = stated_padding(dataloader) or 0 if self._real is None else 0
         self._source: Source | None = source
         self.samples = samples
 
-    def count(self, step: Step) -> Count:
+    def count(self, batch: Any, is_replay: bool, ends_own: bool) -> tuple[int | None, int]:
+        """Return the fields of the step's [`Count`], which is only made for those who ask."""
         if self._source is not None:
             self.samples += self._source.skipped_samples
             self._source = None
-        size = None if self._single else size_of(step.batch)
+        size = None if self._single else size_of(batch)
+        if is_replay:
+            return size, 0
         number = 1 if size is None else size
-        if step.is_replay:
-            return Count(size, 0, self._full)
-        if self._real is not None:
-            real = min(max(self._real - self.samples, 0), number)
-        else:
-            real = max(0, number - self._padding) if step.ends_own else number
-        self.samples += number
-        return Count(size, real, self._full)
+        before, self.samples = self.samples, self.samples + number
+        if self._real is None:
+            return size, max(0, number - self._padding) if ends_own else number
+        return size, number if self.samples <= self._real else max(0, self._real - before)
 
 
 def _unpickle(cls: type, state: dict) -> PreshardedDataLoader:

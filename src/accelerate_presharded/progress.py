@@ -217,7 +217,7 @@ class Progress:
             entries (`Any`): What was found.
 
         Returns:
-            `dict[str, Any]`: The unpacked last entry.
+            `dict[str, Any]`: The same, with the last entry unpacked: what [`~Progress.go_on`] takes.
 
         Raises:
             `ValueError`: It is something else, or the state of a loader of another kind.
@@ -230,19 +230,16 @@ class Progress:
         if (inner["state"] is not None) != self.keeps_state:
             had, has = ("had", "has none") if inner["state"] is not None else ("had none of its own", "has")
             raise ValueError(f"the loader that was saved {had} a state, and the one that is to go on {has}")
-        return inner
+        return {**entries, "loader": inner}
 
-    def from_dict(self, entries: dict[str, Any]) -> None:
+    def go_on(self, entries: dict[str, Any]) -> None:
         """
         Go on from a saved progress.
 
         Args:
-            entries (`dict[str, Any]`): What [`~Progress.to_dict`] has returned.
-
-        Raises:
-            `ValueError`: See [`~Progress.check`].
+            entries (`dict[str, Any]`): What [`~Progress.check`] has returned.
         """
-        inner = self.check(entries)
+        inner = entries["loader"]
         holder = self.holder()
         # A stream goes on from any state with what follows it. Between epochs nothing does: it begins anew.
         in_epoch = entries["batches"] and not entries["is_last"]

@@ -236,6 +236,11 @@ def register_sharding(cls: type, function: Callable[[Any], Any] | None = None) -
     return function
 
 
+def anything_registered() -> bool:
+    """Tell whether [`register_sharding`] was called at all. What only an author can state need not be looked for else."""
+    return bool(_REGISTERED)
+
+
 def mismatch(sharding: Sharding, num_processes: int, process_index: int) -> str | None:
     """
     Compare a sharding with a data-parallel size and index.

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from .batches import size_of
 from .sharding import read
@@ -44,15 +45,16 @@ class Pass:
         else:
             self._batches = iter(loader)
             for batch in itertools.islice(self._batches, num_batches):
-                self.count(size_of(batch))
+                size = size_of(batch)
+                self.count(1, 1 if size is None else size)
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches
 
-    def count(self, size: int | None) -> None:
-        """Count a batch that was left out, of so many samples."""
-        self.skipped_batches += 1
-        self.skipped_samples += 1 if size is None else size
+    def count(self, batches: int, samples: int) -> None:
+        """Count batches that were left out, of so many samples together."""
+        self.skipped_batches += batches
+        self.skipped_samples += samples
 
     def _open_behind(self, loader: DataLoader, num_batches: int, begin_order: torch.Tensor | None) -> Iterator[Any]:
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -83,8 +85,10 @@ class _Behind:
         # Drawn when the first item is asked for and not before, as samplers do, so that the random numbers that the
         # loader takes for itself in between are the same.
         items = iter(self.sampler)
-        for indices in itertools.islice(items, self.num_items):
-            self.opened.count(len(indices) if isinstance(indices, list) else None)
+        if self.opened is not None:
+            size = len if type(self.sampler) is BatchSampler else _num_indices
+            sizes = Counter(map(size, itertools.islice(items, self.num_items)))
+            self.opened.count(sizes.total(), sum(size * number for size, number in sizes.items()))
         # The pass holds the loader's iterator, which holds this: a cycle would keep the workers alive.
         self.num_items, self.opened = 0, None
         if self.present is not None:
@@ -94,6 +98,10 @@ class _Behind:
 
     def __len__(self) -> int:
         return max(0, len(self.sampler) - self.num_items)
+
+
+def _num_indices(item: Any) -> int:
+    return len(item) if isinstance(item, list) else 1
 
 
 def _draws_indices(loader: Any) -> bool:
