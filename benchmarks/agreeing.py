@@ -47,13 +47,17 @@ class _Clients(threading.local):
     exchange: tuple = ()
 
 
-def speak(world_size: int, port: int) -> dict[str, Any]:
+def speak(world_size: int) -> dict[str, Any]:
     """Be a part of the ranks, one in each thread, first with a loader that is sharded and then with an ordinary one."""
     clients = _Clients()
     agreement._Exchange.current = classmethod(lambda cls: clients.exchange)
     mine = range(dist.get_rank(), world_size, dist.get_world_size())
+    # Hosted by the first process, beside its clients.
+    host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    port = [None if host is None else host.port]
+    dist.broadcast_object_list(port)
     stores = {
-        rank: _Store(dist.TCPStore("127.0.0.1", port, world_size, False, wait_for_workers=False)) for rank in mine
+        rank: _Store(dist.TCPStore("127.0.0.1", port[0], world_size, False, wait_for_workers=False)) for rank in mine
     }
     errors: list[BaseException] = []
     meet = threading.Barrier(len(mine) + 1)
@@ -99,8 +103,7 @@ def speak(world_size: int, port: int) -> dict[str, Any]:
 
 def measure(world_size: int) -> dict[str, Any]:
     """Have so many ranks agree."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    parts = launch(min(PROCESSES, world_size), speak, world_size, store.port)
+    parts = launch(min(PROCESSES, world_size), speak, world_size)
     together: dict[str, Any] = {name: max(part[name] for part in parts) for name in ("agree", "post")}
     for name in ("agree", "post"):
         together[f"{name} trips"] = sorted(trips for part in parts for trips in part[f"{name} trips"])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -81,7 +83,15 @@ def _collect(ends: dict[Any, int], deadline: float) -> list[Any]:
     return results
 
 
+def _ask_no_name_server() -> None:
+    # A client of the store looks up the name of its own address. That is no part of what is measured, and where the
+    # name server is slow, a thousand of them take minutes.
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
+
+
 def _be_a_rank(end: Any, rank: int, world_size: int, port: int, function: Callable, args: tuple) -> None:
+    _ask_no_name_server()
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     os.environ["ACCELERATE_USE_CPU"] = "true"
