@@ -48,7 +48,7 @@ bench: $(READY)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 docs: $(READY)
-	@$(BIN)/python -m mkdocs build --quiet --strict
+	@$(BIN)/python -m mkdocs build --strict
 	@echo "The documentation is in build/docs; begin with build/docs/index.html."
 
 quality: $(READY)
