@@ -130,6 +130,16 @@ def test_every_make_target_that_is_named_exists():
         assert named <= targets, name
 
 
+def test_the_links_of_the_readme_lead_somewhere():
+    # `make docs` looks at those of the other pages.
+    links = re.findall(r"\]\(([\w./-]+)#?([\w-]*)\)", PAGES["README.md"].read_text(encoding="utf-8"))
+    assert links
+    for path, anchor in links:
+        headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, (path, anchor)
+
+
 def test_the_reference_has_everything_public_and_each_of_its_parameters():
     sections = dict(re.findall(r"^##+ `([\w.]+)` .+?$(.*?)(?=^##|\Z)", reference(), re.MULTILINE | re.DOTALL))
     assert set(accelerate_presharded.__all__) <= set(sections)
