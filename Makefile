@@ -12,11 +12,11 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := setup.py src tests examples benchmarks
+SOURCES := setup.py src tests examples benchmarks tools
 
 STREAMING := .venv-streaming
 
-.PHONY: help demo test test-long test-streaming bench quality style clean
+.PHONY: help demo test test-long test-streaming bench docs quality style clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-long run the property tests on 10,000 random examples"
 	@echo "make test-streaming  the tests with MosaicML Streaming and LitData, in an environment of their own"
 	@echo "make bench     measure against plain accelerate (ARGS=\"--quick\", ARGS=\"--only NAME\")"
+	@echo "make docs      build the documentation into build/docs; any warning fails it"
 	@echo "make quality   check format and lint"
 	@echo "make style     fix format and lint"
 	@echo "make clean     remove .venv and everything that was built"
@@ -45,6 +46,10 @@ test-streaming: $(STREAMING)/.ready
 # The full run, which rewrites benchmarks/RESULTS.md, takes minutes and wants a quiet machine.
 bench: $(READY)
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(READY)
+	@$(BIN)/python -m mkdocs build --strict
+	@echo "The documentation is in build/docs; begin with build/docs/index.html."
 
 quality: $(READY)
 	$(BIN)/ruff format --check $(wildcard $(SOURCES))

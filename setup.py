@@ -12,6 +12,7 @@ extras = {
     "examples": ["scikit-learn"],
     "libraries": ["datasets", "lhotse", "torchdata", "transformers>=5", "webdataset"],
     "benchmarks": ["matplotlib", "torchdata"],
+    "docs": ["mkdocs", "pygments"],
 }
 extras["dev"] = sorted({requirement for group in extras.values() for requirement in group})
 # In an environment of its own: these need an older transformers, and torchvision.
