@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import reprlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -70,8 +71,12 @@ class Check(NamedTuple):
 
 def same(what: str, found: Any, expected: Any) -> None:
     """Raise an error unless two values are equal."""
-    if found != expected:
-        raise AssertionError(f"{what}: found {found!r}, expected {expected!r}")
+    if found == expected:
+        return
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        number = next(number for number, pair in enumerate(zip(found, expected)) if pair[0] != pair[1])
+        what, found, expected = f"{what}, at {number}", found[number], expected[number]
+    raise AssertionError(f"{what}: found {reprlib.repr(found)}, expected {reprlib.repr(expected)}")
 
 
 class Stream(IterableDataset):
@@ -443,6 +448,6 @@ GPU_RANKS = (
 def run_on_rank(rank: int, name: str, number: int, device: str, backend: str, folder: str) -> None:
     """Be one rank in one run of the check with this name."""
     # What detection and evening say is long, and is not asked about here.
-    logging.getLogger("accelerate_presharded").setLevel(logging.WARNING)
+    logging.getLogger("accelerate_presharded").setLevel(logging.ERROR)
     check = next(check for check in ANYWHERE + GPU_RANKS if check.name == name)
     check.runs[number](Setting(device, backend, folder, rank))

@@ -64,7 +64,7 @@ def launch(world_size: int, function: Callable, *args, environ=None, fork: bool 
         return "\n".join(f"rank {rank}: {text}" for rank, text in sorted(_outcomes(ranks, timeout).items()) if text)
     finally:
         for process in processes:
-            process.join(GRACE)
+            process.join(1)
             if process.is_alive():
                 process.kill()
                 process.join()

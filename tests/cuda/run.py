@@ -27,8 +27,14 @@ for folder in (HERE.parent.parent / "src", HERE):
         sys.path.insert(0, str(folder))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-import accelerate  # noqa: E402
-import torch  # noqa: E402
+try:
+    import accelerate
+    import torch
+except ImportError as error:
+    sys.exit(
+        f"{sys.executable}: {error}. Name a Python with torch and accelerate: make test-cuda PYTHON=/path/to/python"
+    )
+
 from checks import ANYWHERE, GPU_RANKS, Check, run_on_rank  # noqa: E402
 from launching import launch  # noqa: E402
 
