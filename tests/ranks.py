@@ -56,7 +56,8 @@ import cloudpickle
 
 
 # Imported before the first fork. Creating an optimizer imports torch._dynamo, which takes two seconds.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "accelerate", "cloudpickle")
+# Accelerate imports `datasets`, where it is installed, with every ordinary loader that it prepares.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "accelerate", "cloudpickle", "datasets")
 START_TIMEOUT = 180.0  # seconds for the fork server to import what the ranks need
 END_TIMEOUT = 10.0  # seconds for killed processes to be gone
 STACK_TIMEOUT = 1.0  # seconds for a hanging rank to write its stack
@@ -542,6 +543,9 @@ def _import(names: Iterable[str]) -> None:
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
     signal.alarm(0)
+    if "tqdm" in sys.modules:
+        # The thread with which it watches progress bars may hold a lock when a rank forks the workers of a loader.
+        sys.modules["tqdm"].tqdm.monitor_interval = 0
     # Keeps garbage collection in the ranks fast, and the pages shared.
     gc.collect()
     gc.freeze()

@@ -362,7 +362,9 @@ def test_changes_to_a_process_do_not_reach_the_next_call():
 def test_the_fork_server_has_one_thread():
     run(1, lambda: pytest.__version__)
     server = ranks._Pool.current.process.pid
-    assert len(os.listdir(f"/proc/{server}/task")) == 1
+    tasks = [Path(f"/proc/{server}/task/{task}") for task in os.listdir(f"/proc/{server}/task")]
+    # The allocator of pyarrow has one of its own, which sees to forks itself.
+    assert len([task for task in tasks if "jemalloc" not in (task / "comm").read_text()]) == 1
 
 
 @linux

@@ -285,16 +285,18 @@ def post_ordinary(facts: Facts) -> str | None:
     """
     store, world_size, counters = _Exchange.current()
     key = counters.site()
-    store.append(key, json.dumps(asdict(facts)) + "\n")
-    posted = _facts(_parse(store.get(key)))
+    own = json.dumps(asdict(facts)) + "\n"
+    # All of it is only read by a rank that misses another; those that go on read no more than what the first has said.
+    store.append(key, own)
+    (first,) = _facts(_parse(store.compare_set(f"{key}/first", "", own)))
+    difference = None
+    if (facts.dataset_length, facts.fingerprint) != (first.dataset_length, first.fingerprint):
+        if store.compare_set(f"{key}/differs", "", str(facts.rank)) == str(facts.rank).encode():
+            difference = _difference(first, facts)
     if store.add(f"{key}/count", 1) == world_size:
-        store.delete_key(key)
-        store.delete_key(f"{key}/count")
-    first = posted[0]
-    for fact in posted:
-        if (fact.dataset_length, fact.fingerprint) != (first.dataset_length, first.fingerprint):
-            return _difference(first, fact) if fact.rank == facts.rank else None
-    return None
+        for name in (key, f"{key}/first", f"{key}/differs", f"{key}/count"):
+            store.delete_key(name)
+    return difference
 
 
 def timeout_from_environment() -> float:

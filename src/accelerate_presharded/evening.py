@@ -123,8 +123,13 @@ class Source:
         self._epochs_in: list[int] | None = None
         self.epochs_before = self._epochs.read() if epochs_before is None else epochs_before
 
-    def own(self) -> tuple[Any, Mark] | None:
-        """Read the next batch of the rank's own pass, and where the loader is then; `None` when there is none left."""
+    def own(self) -> tuple[Any, tuple] | None:
+        """
+        Read the next batch of the rank's own pass, and the fields of a [`Mark`]; `None` when there is none left.
+
+        The fields and not a `Mark`, and steps without their names in `alone` and `counted`: once a batch, names cost as
+        much as all the rest.
+        """
         if self.ended:
             return None
         if self._own is None:
@@ -146,7 +151,7 @@ class Source:
             self.ended, self.end_state = True, self._read_state()
             return None
         self._num_own += 1
-        return batch, Mark(self._num_own, False, self._read_state())
+        return batch, (self._num_own, False, self._read_state())
 
     def replay(self) -> tuple[Any, Mark]:
         """Read the next batch of a replay, beginning anew as often as needed."""
@@ -190,9 +195,9 @@ class Source:
             self._on_pass()
         return Pass(self._loader, num_to_skip, begin_order)
 
-    def ends_own(self, mark: Mark) -> bool:
+    def ends_own(self, mark: tuple) -> bool:
         """Tell whether what is behind a batch is the end of the rank's own pass, as far as it has been read."""
-        return self.ended and mark.batches == self._num_own
+        return self.ended and mark[0] == self._num_own
 
     @property
     def is_empty(self) -> bool:
@@ -213,7 +218,7 @@ def alone(source: Source) -> Iterator[Step]:
     upcoming = source.own()
     while upcoming is not None:
         (batch, mark), upcoming = upcoming, source.own()
-        yield Step(batch, upcoming is None, False, upcoming is None, mark)
+        yield batch, upcoming is None, False, upcoming is None, mark
 
 
 def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) -> Iterator[Step]:
@@ -248,7 +253,7 @@ def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) ->
             raise RuntimeError(f"The loader was to yield {own} batches, but it yields more.")
         if number + 1 == steps < plan.longest:
             say(f"{uneven}, so all stop after {steps} steps, because of `drop_last=True`")
-        yield Step(batch, number + 1 == steps, number >= own, number + 1 == own, mark)
+        yield batch, number + 1 == steps, number >= own, number + 1 == own, mark
 
 
 def together(
@@ -346,7 +351,7 @@ class _Read(NamedTuple):
     """A batch that has been read, where the loader is behind it, and how many bytes it takes."""
 
     batch: Any
-    mark: Mark
+    mark: tuple
     weight: float
 
 

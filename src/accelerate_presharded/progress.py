@@ -55,7 +55,7 @@ class Progress:
         self.epochs = Epochs(loader)
         self.batches = 0
         self.samples = 0
-        self._mark = Mark()
+        self._fields: tuple = Mark()
         self._is_last = False
         # The wrapped loader's state at the end of the last epoch, and how many passes it has begun since.
         self._end_state: Any = None
@@ -100,6 +100,11 @@ class Progress:
         other = copy.copy(self)
         other.epochs = self.epochs.fork()
         return other
+
+    @property
+    def _mark(self) -> Mark:
+        # The names are put on when someone looks.
+        return Mark(*self._fields)
 
     def begin(self, skip: int) -> Source | None:
         """
@@ -155,19 +160,19 @@ class Progress:
             samples (`int`): How many samples they hold, replays left out.
             mark ([`Mark`]): Where the loader is behind it.
         """
-        self.batches, self.samples, self._mark = batches, samples, mark
+        self.batches, self.samples, self._fields = batches, samples, mark
         self._is_last, self._epochs_before = is_last, source.epochs_before
         if is_last:
             if source.ended:
                 # All its replays have been begun since, and the last may not have come to its end.
-                self._mark = mark._replace(state=source.end_state)
+                self._fields = mark = self._mark._replace(state=source.end_state)
                 self._cut_short = math.ceil((batches - mark.batches) / max(1, mark.batches))
             else:
                 self._cut_short = 1  # all ranks stop with the shortest
             # What follows is another pass, which begins with the random numbers of that time.
             self._random = None
-        elif self.keeps_state and source.ends_own(mark):
-            self._mark = mark._replace(in_replay=True)
+        elif source.ends_own(mark) and self.keeps_state:
+            self._fields = self._mark._replace(in_replay=True)
 
     def end(self) -> None:
         """Note that the epoch has come to its end."""
@@ -250,7 +255,7 @@ class Progress:
             generator.set_state(state)
         self.epochs.set(entries["epoch"])
         self.batches, self.samples = entries["batches"], entries["samples"]
-        self._mark = Mark(entries["own_batches"], entries["in_replay"], inner["state"])
+        self._fields = Mark(entries["own_batches"], entries["in_replay"], inner["state"])
         self._is_last, self._cut_short = entries["is_last"], entries["cut_short"]
         self._end_state = None if entries["batches"] else inner["state"]
         self._random = inner["random"] if inner["mid_pass"] else None
@@ -259,7 +264,7 @@ class Progress:
 
     def _reset(self) -> None:
         self.batches = self.samples = 0
-        self._mark, self._is_last, self._random = Mark(), False, None
+        self._fields, self._is_last, self._random = Mark(), False, None
         self._end_state, self._cut_short = None, 0
         self._epochs_before = None
 
