@@ -13,7 +13,7 @@ import accelerate
 import pytest
 import torch
 from ranks import run
-from shared import needs_parallelism_config, stand_in_gpus
+from shared import stand_in_gpus
 
 
 HERE = Path(__file__).parent / "cuda"
@@ -106,8 +106,8 @@ def as_if_on_gpus(name: str) -> None:
 
 @pytest.mark.parametrize("check", checks.GPU_RANKS, ids=lambda check: check.name)
 def test_checks_for_gpu_ranks(check):
-    if "mesh" in check.name:
-        needs_parallelism_config()
+    if check.lacks:
+        pytest.skip(check.lacks)
     run(check.num_ranks, as_if_on_gpus, check.name)
 
 

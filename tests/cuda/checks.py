@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
@@ -62,11 +63,13 @@ class Check(NamedTuple):
         name (`str`): What holds if it passes.
         runs (`tuple[Callable, ...]`): What the ranks do. Each comes in new processes.
         num_ranks (`int`, *optional*, defaults to 2): On how many.
+        lacks (`str`, *optional*): Why these versions of torch and accelerate cannot do that, if so.
     """
 
     name: str
     runs: tuple[Callable[[Setting], None], ...]
     num_ranks: int = 2
+    lacks: str = ""
 
 
 def same(what: str, found: Any, expected: Any) -> None:
@@ -381,10 +384,9 @@ def fsdp2(setting: Setting) -> None:
 
 
 def _on_mesh(setting: Setting, **sizes: int) -> Accelerator:
-    from accelerate.utils import ParallelismConfig
-
     # Without a handler, transformers has to be installed. It holds nothing that loaders care for.
-    return setting.accelerator(parallelism_config=ParallelismConfig(tp_handler=object(), tp_size=2, **sizes))
+    mesh = accelerate.utils.ParallelismConfig(tp_handler=object(), tp_size=2, **sizes)
+    return setting.accelerator(parallelism_config=mesh)
 
 
 def tensor_parallel(setting: Setting) -> None:
@@ -436,12 +438,15 @@ ANYWHERE = (
     Check("a rank without batches is an error on both", (empty_rank,)),
     Check("training goes on in new processes where it stopped", (uninterrupted, interrupted, resumed)),
 )
+_LACKS_FSDP2 = "" if accelerate.utils.is_torch_version(">=", "2.6.0") else "FSDP2 needs torch 2.6"
+_LACKS_MESH = "" if hasattr(accelerate.utils, "ParallelismConfig") else "this accelerate has no ParallelismConfig"
+
 # What Accelerate does with GPU ranks only.
 GPU_RANKS = (
     Check("join_uneven_inputs joins", (joined,)),
-    Check("FSDP2", (fsdp2,)),
-    Check("a tensor-parallel mesh", (tensor_parallel,)),
-    Check("a tensor- and data-parallel mesh", (tensor_and_data_parallel,), num_ranks=4),
+    Check("FSDP2", (fsdp2,), lacks=_LACKS_FSDP2),
+    Check("a tensor-parallel mesh", (tensor_parallel,), lacks=_LACKS_MESH),
+    Check("a tensor- and data-parallel mesh", (tensor_and_data_parallel,), num_ranks=4, lacks=_LACKS_MESH),
 )
 
 

@@ -70,7 +70,7 @@ def planned(device: str, num_gpus: int) -> Iterator[tuple[Check, str, str]]:
         elif num_gpus < check.num_ranks:
             reason = f"this needs {check.num_ranks} GPUs, and {num_gpus or 'none'} can be seen"
         else:
-            reason = ""
+            reason = check.lacks
         yield check, "nccl", reason
 
 
