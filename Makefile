@@ -16,7 +16,7 @@ SOURCES := setup.py src tests examples benchmarks tools
 
 STREAMING := .venv-streaming
 
-.PHONY: help demo test test-long test-streaming bench docs quality style clean
+.PHONY: help demo test test-long test-streaming test-cuda bench docs quality style clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test      run the test suite in parallel (ARGS=\"-k name\" for part of it)"
 	@echo "make test-long run the property tests on 10,000 random examples"
 	@echo "make test-streaming  the tests with MosaicML Streaming and LitData, in an environment of their own"
+	@echo "make test-cuda       the checks on GPUs, with the torch and accelerate that PYTHON has (ARGS=\"--only WORD\")"
 	@echo "make bench     measure against plain accelerate (ARGS=\"--quick\", ARGS=\"--only NAME\")"
 	@echo "make docs      build the documentation into build/docs; any warning fails it"
 	@echo "make quality   check format and lint"
@@ -42,6 +43,10 @@ test-long: $(READY)
 
 test-streaming: $(STREAMING)/.ready
 	$(STREAMING)/bin/python -m pytest tests/libraries/streaming_env $(ARGS)
+
+# As it is, without .venv: torch for a GPU is installed where the GPU is.
+test-cuda:
+	@$(PYTHON) tests/cuda/run.py $(ARGS)
 
 # The full run, which rewrites benchmarks/RESULTS.md, takes minutes and wants a quiet machine.
 bench: $(READY)
