@@ -12,9 +12,9 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := setup.py src tests examples
+SOURCES := setup.py src tests examples tools
 
-.PHONY: help demo test test-long quality style clean
+.PHONY: help demo test test-long quality style upstream-pr test-upstream clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,8 @@ help:
 	@echo "make test-long run the property tests on 10,000 random examples"
 	@echo "make quality   check format and lint"
 	@echo "make style     fix format and lint"
+	@echo "make upstream-pr CHECKOUT=path   write the feature into a git checkout of Accelerate, as one commit"
+	@echo "make test-upstream               do that to released sources, and run Accelerate's tests and ours on them"
 	@echo "make clean     remove .venv and everything that was built"
 
 demo: $(READY)
@@ -42,6 +44,15 @@ quality: $(READY)
 style: $(READY)
 	$(BIN)/ruff check --fix $(wildcard $(SOURCES))
 	$(BIN)/ruff format $(wildcard $(SOURCES))
+
+# ARGS=--check says what would be done, and does nothing.
+upstream-pr: $(READY)
+	@test -n "$(CHECKOUT)" || { echo "Say where: make upstream-pr CHECKOUT=path/to/accelerate" >&2; exit 1; }
+	@$(BIN)/python tools/upstream_pr.py "$(CHECKOUT)" $(ARGS)
+
+# Long: half an hour on two cores. CHECKOUT=path takes that commit instead of the released sources.
+test-upstream: $(READY)
+	@$(BIN)/python tools/test_upstream.py $(CHECKOUT) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 
 extras = {
-    "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle", "torchdata"],
+    "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle", "torchdata", "libcst"],
     "quality": ["ruff"],
     "examples": ["scikit-learn"],
 }

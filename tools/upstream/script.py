@@ -1,0 +1,1 @@
+# Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
