@@ -186,13 +186,13 @@ class _Absolute(_Texts):
         first, *others = import_lines(names)
         return cst.FlattenSentinel([first.with_changes(leading_lines=updated_node.leading_lines), *others])
 
-    def visit_ImportAlias(self, node: cst.ImportAlias) -> bool:
-        return dotted(node.name) == PACKAGE
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        return False
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
         if isinstance(original_node.value, cst.Name) and original_node.value.value == PACKAGE:
             name = updated_node.attr.value
-            module = name if name in self.package.moved else self.package.home("", name)
+            module = f"accelerate.{SUBPACKAGE}" if name in self.package.moved else self.package.home("", name)
             return cst.parse_expression(f"{module}.{name}")
         return updated_node
 

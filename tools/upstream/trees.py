@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import libcst as cst
@@ -53,15 +54,19 @@ def names_in(*nodes: cst.CSTNode) -> set[str]:
     Returns:
         `set[str]`: The names.
     """
+    return set().union(*map(_names_in, nodes))
+
+
+@functools.cache  # trees are never changed, and a visit takes long
+def _names_in(node: cst.CSTNode) -> frozenset[str]:
     found: set[str] = set()
 
     class Names(cst.CSTVisitor):
         def visit_Name(self, node: cst.Name) -> None:
             found.add(node.value)
 
-    for node in nodes:
-        node.visit(Names())
-    return found
+    node.visit(Names())
+    return frozenset(found)
 
 
 def imports(module: cst.Module) -> Iterator[tuple[str, str, str]]:
