@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from upstream.fold import export, fold_accelerator, fold_fields, fold_functions
+from upstream.fold import export, fold_accelerator, fold_fields, fold_functions, require
 from upstream.package import FOLDED_CLASSES, PACKAGE, SUBPACKAGE, Package, in_accelerate, moved_modules
 from upstream.toctree import with_page
 from upstream.trees import MissingAnchor
@@ -180,6 +180,7 @@ class Change:
         self._edit(_path(FOLDED_CLASSES["accelerator"][0]), lambda code: fold_accelerator(code, package))
         self._edit(_path(FOLDED_CLASSES["configuration"][0]), lambda code: fold_fields(code, package))
         self._edit(f"{SOURCES}/__init__.py", lambda code: export(code, package))
+        self._edit("setup.py", lambda code: require(code, TEST_REQUIREMENTS))
 
     def _move_modules(self) -> None:
         def needs(module: str, name: str) -> None:

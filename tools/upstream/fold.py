@@ -268,6 +268,32 @@ def export(code: str, package: Package) -> Folded:
     return Folded(module.code, ["the imports"], set(package.exported))
 
 
+def require(code: str, requirements: tuple[str, ...]) -> Folded:
+    """
+    Add what the tests need to Accelerate's `extras["test_prod"]`.
+
+    Args:
+        code (`str`): Accelerate's `setup.py`.
+        requirements (`tuple[str, ...]`): The names of the packages.
+
+    Returns:
+        [`Folded`]: The module with the requirements.
+
+    Raises:
+        [`MissingAnchor`]: There is no such list.
+    """
+    target = m.Subscript(m.Name("extras"), [m.SubscriptElement(m.Index(m.SimpleString('"test_prod"')))])
+    wanted = m.SimpleStatementLine([m.Assign([m.AssignTarget(target)])])
+    module = cst.parse_module(code)
+    position = next((number for number, line in enumerate(module.body) if m.matches(line, wanted)), None)
+    if position is None:
+        raise MissingAnchor('extras["test_prod"]')
+    names = ", ".join(f'"{name}"' for name in requirements)
+    added = cst.parse_statement(f'extras["test_prod"] += [{names}]')
+    body = [*module.body[: position + 1], added, *module.body[position + 1 :]]
+    return Folded(module.with_changes(body=body).code, ['extras["test_prod"]'], set())
+
+
 def fold(override: Override, theirs: cst.FunctionDef) -> cst.FunctionDef:
     """
     Fold an override into what it overrides.
