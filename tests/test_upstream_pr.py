@@ -22,6 +22,15 @@ from upstream.trees import MissingAnchor  # noqa: E402
 
 
 EDITED = ("__init__.py", "accelerator.py", "data_loader.py", "utils/dataclasses.py")
+RUFF = """
+[tool.ruff]
+line-length = 119
+[tool.ruff.lint.per-file-ignores]
+"__init__.py" = ["F401"]
+[tool.ruff.lint.isort]
+known-first-party = ["accelerate"]
+lines-after-imports = 2
+"""
 TOCTREE = """- sections:
   - local: index
     title: Home
@@ -61,7 +70,7 @@ def untouched(tmp_path_factory) -> Path:
         folder / "src" / "accelerate",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    (folder / "pyproject.toml").write_text("[tool.ruff]\nline-length = 119\n")
+    (folder / "pyproject.toml").write_text(RUFF)
     (folder / "setup.py").write_text('extras = {}\nextras["test_prod"] = ["pytest>=7", "parameterized"]\n')
     (folder / "docs" / "source" / "usage_guides").mkdir(parents=True)
     (folder / "docs" / "source" / "_toctree.yml").write_text(TOCTREE)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -31,8 +32,11 @@ SCRIPTS = "test_script test_sync test_ops test_distributed_data_loop test_notebo
 # What the tests need, beside torch and what Accelerate itself needs. Accelerate names its version of ruff itself.
 NEEDED = (
     "pytest pytest-xdist pytest-subtests pytest-order parameterized hypothesis cloudpickle torchdata scikit-learn "
-    "scipy tqdm transformers datasets evaluate"
+    "scipy tqdm"
 ).split()
+# What Accelerate's own tests need besides. `prepare` imports `datasets` where it is installed, which takes seconds in
+# every rank, so the tests of the feature are run without it, as they are here.
+NEEDED_BY_ACCELERATE = "transformers datasets evaluate".split()
 
 
 class Sources:
@@ -40,7 +44,7 @@ class Sources:
 
     def __init__(self, checkout: Path | None):
         self.path = WORK / "accelerate"
-        subprocess.run(["rm", "-rf", self.path], check=True)
+        shutil.rmtree(self.path, ignore_errors=True)
         if checkout is not None:
             self._run("git", "clone", "--quiet", checkout.resolve(), self.path, cwd=WORK)
         else:
@@ -76,6 +80,7 @@ class Environment:
         self.sources = sources
         self.folder = WORK / "venv"
         self.python = self.folder / "bin" / "python"
+        self.extra = WORK / "extra"
         self.variables = {
             **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             "PYTHONPATH": str(sources.path / "src"),
@@ -91,6 +96,7 @@ class Environment:
         done = self.folder / "done"
         if done.exists() and done.read_text() == "\n".join(requirements):
             return
+        shutil.rmtree(self.extra, ignore_errors=True)
         venv.create(self.folder, with_pip=True, clear=True)
         # The constraints name another ruff, and nothing of what only Accelerate's tests need.
         constraints = WORK / "constraints.txt"
@@ -100,13 +106,19 @@ class Environment:
         # torch comes first: it brings most of the others with it.
         for part in (["setuptools"], ["torch"], requirements):
             subprocess.run([*pip, *part], check=True)
+        subprocess.run([*pip, "--target", self.extra, *NEEDED_BY_ACCELERATE], check=True)
         done.write_text("\n".join(requirements))
 
-    def run(self, *command: str, on_cpu: bool = False) -> subprocess.CompletedProcess:
+    def run(self, *command: str, on_cpu: bool = False, extra: bool = False) -> subprocess.CompletedProcess:
+        variables = dict(self.variables)
+        if on_cpu:
+            variables["ACCELERATE_USE_CPU"] = "true"
+        if extra:
+            variables["PYTHONPATH"] += f"{os.pathsep}{self.extra}"
         return subprocess.run(
             [str(self.python), *command],
             cwd=self.sources.path,
-            env={**self.variables, "ACCELERATE_USE_CPU": "true"} if on_cpu else self.variables,
+            env=variables,
             timeout=3600,
             capture_output=True,
             text=True,
@@ -122,16 +134,16 @@ class Environment:
             "-m",
             f"accelerate.test_utils.scripts.{script}",
         ]
-        result = self.run(*launch, on_cpu=True)
+        result = self.run(*launch, on_cpu=True, extra=True)
         (WORK / f"{script}.log").write_text(result.stdout + result.stderr)
         return result.returncode == 0
 
-    def outcomes(self, name: str, *arguments: str) -> dict[str, str]:
+    def outcomes(self, name: str, *arguments: str, extra: bool = False) -> dict[str, str]:
         """Run tests, and tell of each how it went."""
         report = WORK / f"{name}.xml"
         report.unlink(missing_ok=True)
         command = ["-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-        result = self.run(*command)
+        result = self.run(*command, extra=extra)
         (WORK / f"{name}.log").write_text(result.stdout + result.stderr)
         if not report.exists():
             sys.exit(f"{name}: pytest did not run.\n{(result.stdout + result.stderr)[-4000:]}")
@@ -172,7 +184,7 @@ def main() -> None:
         return options.only in (None, part)
 
     unit_tests = [f"tests/test_{name}.py" for name in UNIT_TESTS]
-    before = environment.outcomes("unit-before", *unit_tests) if wanted("unit") else {}
+    before = environment.outcomes("unit-before", *unit_tests, extra=True) if wanted("unit") else {}
     scripts = {name: environment.on_two_ranks(name) for name in SCRIPTS} if wanted("scripts") else {}
     apply = [sys.executable, REPOSITORY / "tools" / "upstream_pr.py", sources.path]
     subprocess.run(apply, check=True)
@@ -193,7 +205,7 @@ def main() -> None:
         if named.stdout:
             problems.append(f"These files name this package:\n{named.stdout}")
     if wanted("unit"):
-        after = environment.outcomes("unit-after", *unit_tests)
+        after = environment.outcomes("unit-after", *unit_tests, extra=True)
         print(f"Accelerate's unit tests: before {counted(before)}; after {counted(after)}", flush=True)
         different = [name for name in {**before, **after} if before.get(name) != after.get(name)]
         problems += [f"{name}: {before.get(name)} before, {after.get(name)} after" for name in different]
