@@ -34,8 +34,8 @@ NEEDED = (
     "pytest pytest-xdist pytest-subtests pytest-order parameterized hypothesis cloudpickle torchdata scikit-learn "
     "scipy tqdm"
 ).split()
-# What Accelerate's own tests need besides. `prepare` imports `datasets` where it is installed, which takes seconds in
-# every rank, so the tests of the feature are run without it, as they are here.
+# What Accelerate's unit tests need besides. `prepare` imports `datasets` where it is installed, which takes seconds on
+# every rank, so the tests of the feature and the scripts, which can do without, do so.
 NEEDED_BY_ACCELERATE = "transformers datasets evaluate".split()
 
 
@@ -134,7 +134,7 @@ class Environment:
             "-m",
             f"accelerate.test_utils.scripts.{script}",
         ]
-        result = self.run(*launch, on_cpu=True, extra=True)
+        result = self.run(*launch, on_cpu=True)
         (WORK / f"{script}.log").write_text(result.stdout + result.stderr)
         return result.returncode == 0
 
