@@ -16,7 +16,8 @@ import pytest
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 sys.path.insert(0, str(TOOLS))
 
-from upstream.fold import Override, fold  # noqa: E402
+from upstream.fold import Override, fold, fold_accelerator  # noqa: E402
+from upstream.package import Package  # noqa: E402
 from upstream.toctree import with_page  # noqa: E402
 from upstream.trees import MissingAnchor  # noqa: E402
 
@@ -443,6 +444,22 @@ def test_an_unknown_hint_is_an_error():
     ours = "def work(self, a):\n    # upstream: perhaps\n    use(a)\n    return super().work(a)\n"
     with pytest.raises(ValueError, match="perhaps"):
         Override.read(cst.parse_module(ours).body[0])
+
+
+def test_what_belongs_to_this_package_alone_stays_here():
+    package = Package.read(TOOLS.parent / "src" / "accelerate_presharded")
+    code = package.modules["accelerator"].code
+    code = code.replace("from .joining", "from .extra import Extra\nfrom .joining", 1)
+    package.modules["accelerator"] = cst.parse_module(f"{code}\n    def extra(self):\n        return Extra(self)\n")
+    package.modules["extra"] = cst.parse_module("class Extra:\n    pass\n")
+    package.public["Extra"] = "extra"
+    assert "extra" not in package.moved and "data_loader" in package.moved
+    assert "Extra" not in package.exported and "Sharding" in package.exported
+    with pytest.raises(LookupError, match="Extra"):
+        package.home("", "Extra")
+    theirs = (Path(accelerate.__file__).parent / "accelerator.py").read_text()
+    folded = fold_accelerator(theirs, package).code
+    assert "gather_real" in folded and "Extra" not in folded
 
 
 def test_a_page_needs_the_one_that_it_follows():

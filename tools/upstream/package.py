@@ -58,10 +58,14 @@ class Package:
 
     @functools.cached_property
     def moved(self) -> list[str]:
-        """The modules that the public names and the overrides need, in alphabetical order."""
+        """The modules that the overrides need, in alphabetical order."""
+        module, class_name = "accelerator", FOLDED_CLASSES["accelerator"][1]
+        tree = self.modules[module]
+        # A method that overrides nothing belongs to this package alone, and so does what only it needs.
+        methods = definitions(definitions(tree.body)[class_name].body.body).values()
+        used = names_in(*(method for method in methods if "super" in names_in(method)))
         found: set[str] = set()
-        waiting = [source for source in self.public.values() if source not in FOLDED_CLASSES]
-        waiting += [source.lstrip(".") for source, _, _ in imports(self.modules["accelerator"]) if source[0] == "."]
+        waiting = [source.lstrip(".") for source, _, here in imports(tree) if source[0] == "." and here in used]
         while waiting:
             module = waiting.pop()
             if module not in found:
