@@ -16,7 +16,7 @@ SOURCES := setup.py src tests examples benchmarks tools
 
 STREAMING := .venv-streaming
 
-.PHONY: help demo test test-long test-streaming test-cuda bench docs quality style clean
+.PHONY: help demo test test-long test-streaming test-cuda bench docs quality style upstream-pr test-upstream clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,8 @@ help:
 	@echo "make docs      build the documentation into build/docs; any warning fails it"
 	@echo "make quality   check format and lint"
 	@echo "make style     fix format and lint"
+	@echo "make upstream-pr CHECKOUT=path   write the feature into a git checkout of Accelerate, as one commit"
+	@echo "make test-upstream               do that to released sources, and run Accelerate's tests and ours on them"
 	@echo "make clean     remove .venv and everything that was built"
 
 demo: $(READY)
@@ -63,6 +65,15 @@ quality: $(READY)
 style: $(READY)
 	$(BIN)/ruff check --fix $(wildcard $(SOURCES))
 	$(BIN)/ruff format $(wildcard $(SOURCES))
+
+# ARGS=--check says what would be done, and does nothing.
+upstream-pr: $(READY)
+	@test -n "$(CHECKOUT)" || { echo "Say where: make upstream-pr CHECKOUT=path/to/accelerate" >&2; exit 1; }
+	@$(BIN)/python tools/upstream_pr.py "$(CHECKOUT)" $(ARGS)
+
+# Long: half an hour on two cores. CHECKOUT=path takes that commit instead of the released sources.
+test-upstream: $(READY)
+	@$(BIN)/python tools/test_upstream.py $(CHECKOUT) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(STREAMING) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 extras = {
     "audit": ["matplotlib", "rich"],
-    "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle", "torchdata"],
+    "test": ["pytest", "pytest-xdist", "parameterized", "hypothesis", "cloudpickle", "torchdata", "libcst"],
     "quality": ["ruff"],
     "examples": ["scikit-learn"],
     "libraries": ["datasets", "lhotse", "torchdata", "transformers>=5", "webdataset"],

@@ -227,5 +227,9 @@ def stand_in_gpus(dimensions: dict[str, int] | None = None, fsdp: bool = False) 
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
+# What makes `prepare` of a plain Accelerate cut every loader: nothing has to be said, unless it knows of this feature.
+CUT = {"already_sharded": False} if hasattr(accelerate.Accelerator, "already_sharded") else {}
+
+
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

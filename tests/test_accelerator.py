@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType
 from parameterized import parameterized
 from ranks import run
 from shared import (
+    CUT,
     Logged,
     NoLoader,
     RankBatches,
@@ -792,9 +793,9 @@ def compared(cases) -> dict:
 def with_accelerators(word: bool | None = None, device_placement=True, rng_types=None, method=None, **settings):
     """How this package prepares a loader with some settings, and how plain Accelerate does."""
     both = []
-    for package, config in (
-        (accelerate_presharded, DataLoaderConfiguration),
-        (accelerate, accelerate.DataLoaderConfiguration),
+    for package, config, said in (
+        (accelerate_presharded, DataLoaderConfiguration, {} if word is None else {"already_sharded": word}),
+        (accelerate, accelerate.DataLoaderConfiguration, CUT),
     ):
         accelerator = package.Accelerator(
             cpu=True,
@@ -802,7 +803,6 @@ def with_accelerators(word: bool | None = None, device_placement=True, rng_types
             rng_types=None if rng_types is None else list(rng_types),
             dataloader_config=config(**settings),
         )
-        said = {} if word is None or package is accelerate else {"already_sharded": word}
         both.append(functools.partial(accelerator.prepare if method is None else method(accelerator), **said))
     return both
 
@@ -970,7 +970,7 @@ def other_loaders():
             ("function", name),
             dataset,
             functools.partial(accelerate_presharded.prepare_data_loader, **copied(settings)),
-            functools.partial(accelerate.data_loader.prepare_data_loader, **copied(settings)),
+            functools.partial(accelerate.data_loader.prepare_data_loader, **copied(settings), **CUT),
         )
 
 

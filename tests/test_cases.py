@@ -15,6 +15,7 @@ import torch
 from parameterized import parameterized
 from ranks import run
 from shared import (
+    CUT,
     Listening,
     ListeningList,
     RankBatches,
@@ -41,7 +42,7 @@ def both(make_loader, ours: dict | None = None, **settings) -> tuple:
         cpu=True, dataloader_config=accelerate_presharded.DataLoaderConfiguration(**settings)
     )
     plain = accelerate.Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**settings))
-    return presharded.prepare(make_loader(presharded), **(ours or {})), plain.prepare(make_loader(plain))
+    return presharded.prepare(make_loader(presharded), **(ours or {})), plain.prepare(make_loader(plain), **CUT)
 
 
 def items_of(rank: int) -> list[int]:
@@ -230,7 +231,7 @@ def without_batches(length: int) -> dict:
 
     def iterate_plain():
         plain = accelerate.Accelerator(cpu=True)
-        list(plain.prepare(make_loader(plain)))
+        list(plain.prepare(make_loader(plain), **CUT))
 
     accelerator = accelerate_presharded.Accelerator(cpu=True)
     ours = accelerator.prepare(make_loader(accelerator))
@@ -409,7 +410,7 @@ def epochs(length: int) -> dict:
 
     plain = accelerate.Accelerator(cpu=True)
     loader, listeners = shuffled_loader("sampler", False, *place)
-    prepared = plain.prepare(loader)
+    prepared = plain.prepare(loader, **CUT)
     results["plain"] = []
     for epoch in (7, 8, 9):
         listeners["sampler"].set_epoch(epoch)
@@ -563,7 +564,7 @@ def cut_for_mesh(length: int, dimensions: dict, places: list, through: str) -> d
     )
     # The way of every proposal to date: ask for one process. It is computed again from the mesh.
     naive = accelerate.data_loader.prepare_data_loader(
-        make_loader(), num_processes=1, process_index=0, dispatch_batches=False, torch_device_mesh=mesh
+        make_loader(), num_processes=1, process_index=0, dispatch_batches=False, torch_device_mesh=mesh, **CUT
     )
     result["naive"] = lists(naive)
     return result
@@ -638,7 +639,7 @@ def prepared_by_a_function_before(length: int, explicit: bool) -> dict:
         "accelerate's same": again is by_accelerate and third is by_accelerate,
         "known": [loader is expected for loader, expected in zip(accelerator._dataloaders, (first, third))],
         "number": len(accelerator._dataloaders),
-        "plain": lists(plain.prepare(whole)),
+        "plain": lists(plain.prepare(whole, **CUT)),
     }
 
 

@@ -9,6 +9,7 @@ from .auditing import ShardingReport, audit
 from .checkpointing import load_with_loaders, save_with_loaders
 from .data_loader import (
     PreshardedDataLoader,
+    flag_of,
     leave_presharded_alone,
     note_flags,
     skip_first_batches,
@@ -108,6 +109,9 @@ class Accelerator(accelerate.Accelerator):
         >>> loader = accelerator.prepare_data_loader(DataLoader(range(8)), already_sharded=True)
         ```
         """
+        already_sharded = flag_of(self, data_loader, already_sharded)
+        # upstream: in prepare_data_loader(already_sharded=already_sharded)
+        # upstream: then note_prepared(self, data_loader)
         data_loader = leave_presharded_alone(self, data_loader, device_placement, already_sharded)
         return super().prepare_data_loader(
             data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
@@ -138,6 +142,7 @@ class Accelerator(accelerate.Accelerator):
         5
         ```
         """
+        # upstream: nothing, since the function that the method calls has the same guard
         if isinstance(dataloader, PreshardedDataLoader):
             return skip_first_batches(dataloader, num_batches)
         return super().skip_first_batches(dataloader, num_batches=num_batches)

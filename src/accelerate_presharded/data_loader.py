@@ -13,6 +13,10 @@ import accelerate.data_loader
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+
+# Accelerate's own, under names of their own: `patch_accelerate` puts those of this module in their place.
+from accelerate.data_loader import prepare_data_loader as prepare_ordinary
+from accelerate.data_loader import skip_first_batches as skip_ordinary
 from accelerate.logging import get_logger
 from accelerate.state import DistributedType, GradientState, PartialState
 from accelerate.utils import RNGType, is_torch_xla_available, send_to_device, synchronize_rng_states
@@ -29,10 +33,6 @@ from .sharding import find_sharding, is_already_sharded, mismatch, read, sharded
 
 
 logger = get_logger(__name__)
-
-# Accelerate's own functions, taken now: `patch_accelerate` puts those of this module in their place.
-prepare_ordinary = accelerate.data_loader.prepare_data_loader
-skip_ordinary = accelerate.data_loader.skip_first_batches
 
 # The modules whose samplers know nothing of ranks unless their attributes say so.
 _PLAIN_SAMPLERS = ("torch.utils.data.", "torchdata.")
@@ -501,24 +501,41 @@ def prepare_data_loader(
     """
     if is_prepared(dataloader) and already_sharded is not False:
         return dataloader
-    settings = {
-        "device": device,
-        "num_processes": num_processes,
-        "process_index": process_index,
-        "put_on_device": put_on_device,
-        "split_batches": split_batches,
-        "dispatch_batches": dispatch_batches,
-        "even_batches": even_batches,
-        "rng_types": rng_types,
-        "non_blocking": non_blocking,
-        "use_seedable_sampler": use_seedable_sampler,
-        "use_stateful_dataloader": use_stateful_dataloader,
-        "torch_device_mesh": torch_device_mesh,
-    }
-    wrapped = wrap_presharded(dataloader, already_sharded=already_sharded, **settings)
+    wrapped = wrap_presharded(
+        dataloader,
+        device=device,
+        num_processes=num_processes,
+        process_index=process_index,
+        put_on_device=put_on_device,
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        rng_types=rng_types,
+        use_seedable_sampler=use_seedable_sampler,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+        torch_device_mesh=torch_device_mesh,
+        already_sharded=already_sharded,
+    )
     if wrapped is not None:
         return wrapped
-    return prepare_ordinary(dataloader, slice_fn_for_dispatch=slice_fn_for_dispatch, data_seed=data_seed, **settings)
+    return prepare_ordinary(
+        dataloader,
+        device=device,
+        num_processes=num_processes,
+        process_index=process_index,
+        put_on_device=put_on_device,
+        split_batches=split_batches,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        rng_types=rng_types,
+        slice_fn_for_dispatch=slice_fn_for_dispatch,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+        torch_device_mesh=torch_device_mesh,
+    )
 
 
 def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
@@ -636,6 +653,25 @@ def _refuse_settings(
             )
 
 
+def flag_of(accelerator: accelerate.Accelerator, data_loader: Any, already_sharded: bool | None) -> bool | None:
+    """
+    Look up what was said about a loader. The nearest word counts.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]): Whose configuration has the last word.
+        data_loader (`torch.utils.data.DataLoader` or any iterable of batches): The loader.
+        already_sharded (`bool`, *optional*): The word of the call.
+
+    Returns:
+        `bool` or `None`: `None` if nothing was said.
+    """
+    noted, flag = getattr(accelerator, "_flagged_loaders", {}).pop(id(data_loader), (None, None))
+    if already_sharded is None and noted is data_loader:
+        already_sharded = flag
+    # The configuration means loaders that are still to be prepared.
+    return already_sharded if is_prepared(data_loader) else _nearest(already_sharded, accelerator)
+
+
 def leave_presharded_alone(
     accelerator: accelerate.Accelerator, data_loader: Any, device_placement: bool | None, already_sharded: bool | None
 ) -> Any:
@@ -646,14 +682,11 @@ def leave_presharded_alone(
         accelerator ([`~accelerate.Accelerator`]): Whose settings apply.
         data_loader (`torch.utils.data.DataLoader` or any iterable of batches): The loader.
         device_placement (`bool`, *optional*): Whether to put batches on the device; `None` asks the `Accelerator`.
-        already_sharded (`bool`, *optional*): The word of the call; `None` asks the configuration, and then detects.
+        already_sharded (`bool`, *optional*): What was said about it, see [`flag_of`]; `None` detects it.
 
     Returns:
         `Any`: A loader that counts as prepared, or an ordinary loader as it came.
     """
-    if already_sharded is None:
-        noted, flag = getattr(accelerator, "_flagged_loaders", {}).pop(id(data_loader), (None, None))
-        already_sharded = flag if noted is data_loader else None
     if not is_prepared(data_loader) or already_sharded is False:
         if device_placement is None:
             on_xla = accelerator.distributed_type == DistributedType.XLA
@@ -672,16 +705,26 @@ def leave_presharded_alone(
             non_blocking=accelerator.non_blocking,
             use_stateful_dataloader=accelerator.use_stateful_dataloader,
             torch_device_mesh=accelerator._prepare_device_mesh(),
-            already_sharded=_nearest(already_sharded, accelerator),
+            already_sharded=already_sharded,
         )
         if wrapped is None:
             return data_loader
         data_loader = wrapped
-        if accelerator._schedulers:
-            warn_of_scheduler(accelerator, data_loader)
-    # Accelerate's own mark for what need not be prepared again, whichever function has prepared it.
-    data_loader._is_accelerate_prepared = True
+    note_prepared(accelerator, data_loader)
     return data_loader
+
+
+def note_prepared(accelerator: accelerate.Accelerator, loader: Any) -> None:
+    """
+    Mark a loader as one that need not be prepared again, whichever function has prepared it.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]): With which it was prepared.
+        loader (`torch.utils.data.DataLoader`): The prepared loader.
+    """
+    if accelerator._schedulers and isinstance(loader, PreshardedDataLoader):
+        warn_of_scheduler(accelerator, loader)
+    loader._is_accelerate_prepared = True  # Accelerate's own mark
 
 
 def note_flags(
@@ -780,13 +823,13 @@ def data_parallel_position(
 
 def is_prepared(dataloader: Any) -> bool:
     """
-    Tell whether a loader is the result of a `prepare_data_loader`, this package's or Accelerate's.
+    Tell whether a loader is the result of `prepare_data_loader`.
 
     Args:
         dataloader (`Any`): The object to look at.
 
     Returns:
-        `bool`: `True` for a loader that Accelerate or this package has made.
+        `bool`: `True` for a loader that was made by preparing another one.
     """
     kinds: tuple[type, ...] = (DataLoaderShard, DataLoaderDispatcher)
     if is_torch_xla_available():
@@ -919,7 +962,7 @@ def _contents_of(dataloader: Any) -> dict[str, Any]:
 
 def _compare_with_other_ranks(facts: Facts, already_sharded: bool | None, dispatch_batches: bool | None) -> None:
     difference = None
-    # An ordinary loader owes nothing to this package: whatever goes wrong with the store is not its concern.
+    # An ordinary loader needs nothing of the other ranks: whatever goes wrong with the store is not its concern.
     with contextlib.suppress(RuntimeError):
         difference = post_ordinary(facts)
     if difference is not None and already_sharded is None and not dispatch_batches:
