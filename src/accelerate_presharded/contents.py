@@ -13,9 +13,9 @@ from typing import Any
 import numpy
 import torch
 
+from .batches import size_of
 from .counting import draws_single_items
 from .sharding import read
-from .skipping import size_of
 
 
 class Cutter:

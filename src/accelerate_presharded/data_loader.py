@@ -13,10 +13,6 @@ import accelerate.data_loader
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-
-# Accelerate's own, under names of their own: `patch_accelerate` puts those of this module in their place.
-from accelerate.data_loader import prepare_data_loader as prepare_ordinary
-from accelerate.data_loader import skip_first_batches as skip_ordinary
 from accelerate.logging import get_logger
 from accelerate.state import DistributedType, GradientState, PartialState
 from accelerate.utils import RNGType, is_torch_xla_available, send_to_device, synchronize_rng_states
@@ -33,6 +29,10 @@ from .sharding import find_sharding, is_already_sharded, mismatch, read, sharded
 
 
 logger = get_logger(__name__)
+
+# Accelerate's own functions, taken now: `patch_accelerate` puts those of this module in their place.
+prepare_ordinary = accelerate.data_loader.prepare_data_loader
+skip_ordinary = accelerate.data_loader.skip_first_batches
 
 # The modules whose samplers know nothing of ranks unless their attributes say so.
 _PLAIN_SAMPLERS = ("torch.utils.data.", "torchdata.")
@@ -260,17 +260,6 @@ class PreshardedDataLoader(DataLoaderShard):
         skipped = copy.copy(self)
         skipped.skip_batches += num_batches
         return skipped
-
-    def trial(self) -> PreshardedDataLoader:
-        """
-        Return a loader whose passes leave no trace in this one: neither its epoch nor its place in it moves.
-
-        Returns:
-            [`PreshardedDataLoader`]: It shares the wrapped loader with this one.
-        """
-        other = copy.copy(self)
-        other._progress = self._progress.fork()
-        return other
 
     @property
     def total_dataset_length(self) -> int:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from .sharding import read, walk_datasets, walk_samplers
@@ -65,17 +64,6 @@ class Epochs:
         """
         self.current = epoch
         self._tell(overrule=True)
-
-    def fork(self) -> Epochs:
-        """
-        Make another one that stands where this one does, and that this one does not hear of.
-
-        Returns:
-            [`Epochs`]: It speaks to the same samplers and datasets.
-        """
-        other = copy.copy(self)
-        other._listeners = [copy.copy(listener) for listener in self._listeners]
-        return other
 
     def _tell(self, overrule: bool) -> None:
         for listener in self._listeners:

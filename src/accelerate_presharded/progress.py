@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import inspect
 import io
 import math
@@ -89,17 +88,6 @@ class Progress:
             if callable(state_dict) and callable(load_state_dict) and not _has_required_arguments(state_dict):
                 return candidate
         return None
-
-    def fork(self) -> Progress:
-        """
-        Make another one that stands where this one does, and that changes nothing in this one.
-
-        Returns:
-            [`Progress`]: It is about the same wrapped loader, whose own state is not forked.
-        """
-        other = copy.copy(self)
-        other.epochs = self.epochs.fork()
-        return other
 
     @property
     def _mark(self) -> Mark:

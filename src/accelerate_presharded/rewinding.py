@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,10 +46,19 @@ def untouched(loader: Any) -> Iterator[Any]:
             _keep_state(obj, inner, undo)
             _keep_attributes(obj, undo)
         _set_iterator_aside(inner, undo)
-        yield loader.trial() if isinstance(loader, PreshardedDataLoader) else loader
+        yield _apart(loader) if isinstance(loader, PreshardedDataLoader) else loader
     finally:
         for put_back in reversed(undo):
             put_back()
+
+
+def _apart(loader: PreshardedDataLoader) -> PreshardedDataLoader:
+    """Make a loader over the same data whose passes move neither the epoch of this one nor its place in it."""
+    other = copy.copy(loader)
+    other._progress = copy.copy(loader._progress)
+    other._progress.epochs = epochs = copy.copy(loader._progress.epochs)
+    epochs._listeners = [copy.copy(listener) for listener in epochs._listeners]
+    return other
 
 
 def _keep_random_numbers(undo: list[Callable[[], Any]]) -> None:

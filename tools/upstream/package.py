@@ -50,10 +50,10 @@ class Package:
         """Which functions end in a call of one of Accelerate's with the same name, and in which module that is."""
         found = {}
         for module, tree in self.modules.items():
-            imported = {here: f"{source}.{name}" for source, name, here in imports(tree)}
+            aliases = {name: value for name, value in map(_alias, tree.body) if value}
             for name, node in definitions(tree.body).items():
                 called = _last_call(node)
-                called = imported.get(called, called)
+                called = aliases.get(called, called)
                 if called.startswith("accelerate.") and called.endswith(f".{name}"):
                     found[module, name] = called[len("accelerate.") : -len(name) - 1]
         return found
@@ -145,6 +145,14 @@ class Package:
             flags=re.MULTILINE,
         )
         return text.replace(f"{PACKAGE}.", f"accelerate.{SUBPACKAGE}.").replace(PACKAGE, "accelerate")
+
+
+def _alias(line: cst.CSTNode) -> tuple[str, str]:
+    """The name and the value of a statement such as `ordinary = accelerate.data_loader.prepare_data_loader`."""
+    if isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Assign):
+        value = dotted(line.body[0].value)
+        return dotted(line.body[0].targets[0].target), value if value.startswith("accelerate.") else ""
+    return "", ""
 
 
 def _last_call(node: cst.CSTNode) -> str:
@@ -292,6 +300,9 @@ def moved_modules(
     for (module, name), _ in package.folded_functions.items():
         if module in trees:
             trees[module] = _without(trees[module], {name})
+            # A name for Accelerate's own function served the one that is folded.
+            kept = [line for line in trees[module].body if not _alias(line)[1].endswith(f".{name}")]
+            trees[module] = trees[module].with_changes(body=kept)
     trees = _without_unused(trees, roots | set(package.exported))
     return {
         "__init__": _init(package),
