@@ -42,7 +42,11 @@ class Package:
     @classmethod
     def read(cls, folder: Path) -> Package:
         modules = {path.stem: cst.parse_module(path.read_text(encoding="utf-8")) for path in folder.glob("*.py")}
-        public = {name: source.lstrip(".") for source, name, _ in imports(modules.pop("__init__"))}
+        init = modules.pop("__init__")
+        # They may stand below `if TYPE_CHECKING:`, where the names are imported when they are asked for.
+        nested = [line for node in init.body if isinstance(node, cst.If) for line in node.body.body]
+        init = init.with_changes(body=[*init.body, *nested])
+        public = {name: source[1:] for source, name, _ in imports(init) if source.startswith(".")}
         return cls(modules, public)
 
     @functools.cached_property
