@@ -214,8 +214,8 @@ def test_case_23_the_epoch_comes_back(tmp_path):
         assert steps == [order[start : start + 2] for start in range(0, 7, 2)]
 
 
-@parameterized.expand([("stateful workers",), ("stateful list workers",)])
-def test_goes_on_with_workers(kind):
+# Of a stream and of a sampler: with the recipes of torchdata.
+def test_goes_on_with_workers(kind="stateful list workers"):
     expected = run(2, uninterrupted, kind)
     for stop in (2, len(expected[0]) // 3):
         with tempfile.TemporaryDirectory() as folder:
