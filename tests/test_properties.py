@@ -7,7 +7,7 @@ they go through many examples one after the other. Only an example that fails is
 
 Environment variables:
 
-- `PRESHARDED_EXAMPLES`: how many examples to try, 400 by default. More are drawn at random, anew in every run.
+- `PRESHARDED_EXAMPLES`: how many examples to try, 500 by default. More are drawn at random, anew in every run.
 - `PRESHARDED_SEED`: from which seed to draw them, for those of an earlier run with as many examples.
 """
 
@@ -51,7 +51,7 @@ from torch.utils.data import (
 from accelerate_presharded import Accelerator, DataLoaderConfiguration
 
 
-IN_CI = 400
+IN_CI = 500
 EXAMPLES = int(os.environ.get("PRESHARDED_EXAMPLES", IN_CI))
 SEED = int(os.environ.get("PRESHARDED_SEED", 0 if EXAMPLES <= IN_CI else random.randrange(2**32)))
 # Of which part of the examples there are how many ranks.

@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from accelerate_presharded import Accelerator
 
 
-EXAMPLES = int(os.environ.get("PRESHARDED_EXAMPLES", 400)) // 50
+EXAMPLES = int(os.environ.get("PRESHARDED_EXAMPLES", 500)) // 60
 KINDS = ("distributed", "shuffled", "generator", "stream", "remembering", "stateful", "stateful list")
 EPOCHS = 2
 

@@ -9,6 +9,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -53,10 +54,22 @@ class Channel:
         self.num_turns = 0
         self.num_words = 0
 
-    def begin(self, loader: str) -> Turn:
-        """Begin a pass over a loader with this name."""
+    def begin(self, loader: str, pace: Pace) -> Turn:
+        """Begin a pass over a loader with this name, at the pace to which earlier passes over it have come."""
         self.num_turns += 1
-        return Turn(self, self.num_turns, loader)
+        return Turn(self, self.num_turns, loader, pace)
+
+
+@dataclass
+class Pace:
+    """
+    What the ranks have found out in the passes over a loader that have come to their end.
+
+    Args:
+        size (`int`, *optional*, defaults to 1): About how many steps they speak at once.
+    """
+
+    size: int = 1
 
 
 class Word(NamedTuple):
@@ -72,7 +85,7 @@ class Turn:
     """
     One pass in which the ranks speak over a [`Channel`].
 
-    A word is about `size` steps, at first about one, and about fewer where a rank has not read as many. Where words take
+    A word is about `size` steps, in a first pass about one to begin with, and about fewer where a rank has not read as many. Where words take
     more than a hundredth of every rank's time, they are said of more steps at once, as long as what has to be read
     ahead for that is small on every rank. All ranks learn of that with the word itself, and change together.
 
@@ -80,6 +93,7 @@ class Turn:
         channel ([`Channel`]): Over which to speak.
         number (`int`): The number of the pass among all of them, the same on all ranks.
         loader (`str`): The loader's name in messages.
+        pace ([`Pace`]): With which to begin, and which is brought up to date at the end.
 
     **Available attributes:**
 
@@ -89,8 +103,9 @@ class Turn:
     # Passes are told apart modulo this.
     _TURNS = 61
 
-    def __init__(self, channel: Channel, number: int, loader: str):
-        self.size = 1
+    def __init__(self, channel: Channel, number: int, loader: str, pace: Pace):
+        self.size = pace.size
+        self._pace = pace
         self._channel = channel
         self._mark = number % self._TURNS
         self._loader = loader
@@ -150,6 +165,8 @@ class Turn:
     def end(self) -> None:
         """Note that the pass comes to its end on all ranks, so nothing more is said."""
         self._open = False
+        # The same on all of them, since they have heard the same words.
+        self._pace.size = self.size
 
     def leave(self) -> None:
         """Say that this rank goes on no further, if the pass has not come to its end."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from .agreement import Facts, Plan, agree, can_speak, post_ordinary, refuse
 from .batches import size_of
-from .channel import Channel
+from .channel import Channel, Pace
 from .counting import count_batches, count_real, count_samples, draws_single_items, length_of, stated_padding
 from .evening import Source, Step, alone, counted, together
 from .metrics import Count
@@ -124,6 +124,7 @@ class PreshardedDataLoader(DataLoaderShard):
         self._non_blocking = non_blocking
         self._progress = Progress(dataloader)
         self._plan = plan
+        self._pace = Pace()
         self._counts_samples = counts_samples
         self._num_batches = count_batches(dataloader)
         self._has_said = False
@@ -178,7 +179,8 @@ class PreshardedDataLoader(DataLoaderShard):
                 self._has_said = True
 
         if self._plan.steps() is None:
-            return together(source, Channel.current(), describe(self.base_dataloader), self._plan.drop_last, say)
+            name = describe(self.base_dataloader)
+            return together(source, Channel.current(), name, self._pace, self._plan.drop_last, say)
         num_batches = count_batches(self.base_dataloader)
         if num_batches != self._num_batches:
             raise ValueError(

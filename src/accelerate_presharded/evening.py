@@ -14,7 +14,7 @@ import torch
 
 from .agreement import Plan
 from .batches import weight_of
-from .channel import MOST_BYTES, Channel, Turn, Word
+from .channel import MOST_BYTES, Channel, Pace, Turn, Word
 from .epochs import OwnEpochs
 from .skipping import Pass
 
@@ -257,7 +257,7 @@ def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) ->
 
 
 def together(
-    source: Source, channel: Channel, loader: str, drop_last: bool, say: Callable[[str], None]
+    source: Source, channel: Channel, loader: str, pace: Pace, drop_last: bool, say: Callable[[str], None]
 ) -> Iterator[Step]:
     """
     Go through a rank's batches in step with all other ranks, which say beforehand for which steps they have a batch.
@@ -272,6 +272,7 @@ def together(
         source ([`Source`]): The rank's batches.
         channel ([`Channel`]): Over which the ranks speak.
         loader (`str`): The loader's name in messages.
+        pace ([`Pace`]): What they have found out in earlier passes over the loader.
         drop_last (`bool`): Whether all stop with the first rank that has no batch, or go on with the last that has.
         say (`Callable`): Called with a sentence when the ranks begin to repeat batches, or stop with some left.
 
@@ -283,7 +284,7 @@ def together(
         `RuntimeError`: A rank has failed, or has left its loop early.
     """
     world_size = channel.world_size
-    turn = channel.begin(loader)
+    turn = channel.begin(loader, pace)
     ahead = _Ahead(source, turn, lambda holders: holders == world_size if drop_last else holders > 0)
     try:
         num_steps = 0
@@ -367,20 +368,25 @@ class _Ahead:
         self._unsaid: list[Any] = []
         self._said: list[Any] = []
         self._heard: list[Any] = []
+        self._weight = 0.0  # of all of it
+        self._last_weight = 0.0
         self._word: Word | None = None
         self._error: Exception | None = None
 
     def read(self) -> bool:
         """Read one more batch of the block of which nothing has been said, unless it is complete."""
-        # The first of a block is always read, and as many with it as there is memory for.
-        if len(self._unsaid) >= self._turn.size or (self._unsaid and self._weight() > MOST_BYTES):
+        # The first of a block is always read, and as many with it as there is memory for, if they weigh as the last did.
+        if len(self._unsaid) >= self._turn.size or (self._unsaid and self._weight + self._last_weight > MOST_BYTES):
             return False
         entry: Any = None
         if self._error is None:
             try:
                 own = self._source.own()
                 if own is not None:
-                    entry = _Read(*own, weight_of(own[0]))
+                    # One of which nothing is known is as much as may be held.
+                    self._last_weight = min(weight_of(own[0]), MOST_BYTES + 1.0)
+                    self._weight += self._last_weight
+                    entry = _Read(*own, self._last_weight)
             except Exception as error:
                 # Its step has not come yet, and the other ranks count on those before it.
                 entry, self._error = _FAILED, error
@@ -399,6 +405,7 @@ class _Ahead:
             taken += 1
         # Before the next word is said, for if there is nothing to repeat, that is what the others have to hear.
         in_hand = [(*each[:2], False) if each is not None else (*self._source.replay(), True) for each in own[:taken]]
+        self._weight -= sum(each.weight for each in self._heard if isinstance(each, _Read))
         self._heard = own
         failure, is_final = None, taken < len(own)
         if is_final:
@@ -418,18 +425,13 @@ class _Ahead:
         while self.read():
             pass
         self._said, self._unsaid = self._unsaid[: self._turn.size], self._unsaid[self._turn.size :]
-        batches = [each for each in self._said if isinstance(each, _Read)]
         self._word = self._turn.say(
             [isinstance(each, _Read) for each in self._said],
             failed_at=next((number for number, each in enumerate(self._said) if each is _FAILED), None),
             error=self._error,
             is_empty=self._source.is_empty,
-            weight=batches[-1].weight if batches else 0,
+            weight=self._last_weight,
         )
-
-    def _weight(self) -> float:
-        read = (*self._unsaid, *self._said, *self._heard)
-        return sum(each.weight for each in read if isinstance(each, _Read))
 
     def close(self) -> None:
         """Let go of an error, which holds on to all that was there when it was raised."""

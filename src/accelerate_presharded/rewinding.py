@@ -55,6 +55,7 @@ def untouched(loader: Any) -> Iterator[Any]:
 def _apart(loader: PreshardedDataLoader) -> PreshardedDataLoader:
     """Make a loader over the same data whose passes move neither the epoch of this one nor its place in it."""
     other = copy.copy(loader)
+    other._pace = copy.copy(loader._pace)
     other._progress = copy.copy(loader._progress)
     other._progress.epochs = epochs = copy.copy(loader._progress.epochs)
     epochs._listeners = [copy.copy(listener) for listener in epochs._listeners]
