@@ -32,6 +32,26 @@ class SizedStream(Stream):
         return len(self.items)
 
 
+class Remembering(Stream):
+    """A stream that can say where it is, as those of Hugging Face Datasets can."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.position = self.start = 0
+
+    def __iter__(self):
+        self.position, self.start = self.start, 0
+        while self.position < len(self.items):
+            self.position += 1
+            yield self.items[self.position - 1]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = self.position = state["position"]
+
+
 @contextlib.contextmanager
 def in_blocks(patience: int | None):
     """The ranks of a stream speak of more steps at once after so many words, as if words took all their time."""

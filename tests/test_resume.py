@@ -12,42 +12,13 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils import ProjectConfiguration
 from parameterized import parameterized
 from ranks import Failure, run
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from shared import Remembering, Stream
+from torch.utils.data import DataLoader, DistributedSampler
 
 from accelerate_presharded import Accelerator
 
 
 EPOCHS = 3
-
-
-class Stream(IterableDataset):
-    """The items of one rank, without a state."""
-
-    def __init__(self, items):
-        self.items = items
-
-    def __iter__(self):
-        yield from self.items
-
-
-class Remembering(Stream):
-    """A stream that can say where it is, as those of Hugging Face Datasets can."""
-
-    def __init__(self, items):
-        super().__init__(items)
-        self.position = self.start = 0
-
-    def __iter__(self):
-        self.position, self.start = self.start, 0
-        while self.position < len(self.items):
-            self.position += 1
-            yield self.items[self.position - 1]
-
-    def state_dict(self):
-        return {"position": self.position}
-
-    def load_state_dict(self, state):
-        self.start = self.position = state["position"]
 
 
 def make(kind: str, accelerator: Accelerator) -> DataLoader:

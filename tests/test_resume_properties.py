@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameterized import parameterized
 from ranks import Failure, run
-from shared import in_blocks
-from test_resume import Remembering, Stream
+from shared import Remembering, Stream, in_blocks
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 

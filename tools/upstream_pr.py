@@ -11,6 +11,7 @@ the methods that they override, and its tests are moved along.
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
 import difflib
 import re
@@ -200,8 +201,8 @@ class Change:
         moved: dict[str, str] = {}
         for path in sorted(folder.glob("test_*.py")):
             code = path.read_text(encoding="utf-8")
-            if f"from {PACKAGE}" not in code and f"import {PACKAGE}" not in code:
-                continue
+            if not _imports_package(code):
+                continue  # it runs commands of this package, or looks at its files
             try:
                 moved[f"test_{SUBPACKAGE}_{path.stem[len('test_') :]}"] = in_accelerate(code, self.package)
             except LookupError:
@@ -264,6 +265,16 @@ class Change:
 
 def _path(module: str) -> str:
     return f"{SOURCES}/{module.replace('.', '/')}.py"
+
+
+def _imports_package(code: str) -> bool:
+    names = [
+        node.module if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    ]
+    return any((name or "").split(".")[0] == PACKAGE for name in names)
 
 
 def _without_licence(code: str) -> str:
