@@ -125,7 +125,9 @@ class Progress:
                 self.samples = 0  # they are counted while they are skipped
         else:
             self._reset()
-        may_end_at_once, self._may_end_at_once = self._may_end_at_once, False
+        # Neither do some begin the next pass at once behind a replay in which they were left.
+        behind_replay = resumed is not None and holder is not None and self._mark.in_replay
+        may_end_at_once, self._may_end_at_once = self._may_end_at_once, behind_replay
         return Source(
             self._loader,
             skip,

@@ -35,4 +35,4 @@ def test_every_sample_once(folder, heading, world_size, workers):
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_goes_on_from_its_own_state(folder, tmp_path, workers):
-    assert_goes_on(recipe(OWN_LOADER), folder, workers, tmp_path, "litdata", stops=(1, 2, 4, 6))
+    assert_goes_on(recipe(OWN_LOADER), folder, workers, tmp_path, "litdata", stops=(1, 2, 3, 4, 6))
