@@ -186,7 +186,8 @@ def test_case_23_the_epoch_comes_back(tmp_path):
 
 
 # Of a stream and of a sampler: with the recipes of torchdata.
-def test_goes_on_with_workers(kind="stateful list workers"):
+def test_goes_on_with_workers():
+    kind = "stateful list workers"
     expected = run(2, uninterrupted, kind)
     for stop in (2, len(expected[0]) // 3):
         with tempfile.TemporaryDirectory() as folder:

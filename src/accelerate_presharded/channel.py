@@ -85,9 +85,10 @@ class Turn:
     """
     One pass in which the ranks speak over a [`Channel`].
 
-    A word is about `size` steps, in a first pass about one to begin with, and about fewer where a rank has not read as many. Where words take
-    more than a hundredth of every rank's time, they are said of more steps at once, as long as what has to be read
-    ahead for that is small on every rank. All ranks learn of that with the word itself, and change together.
+    A word is about `size` steps, in a first pass about one to begin with, and about fewer where a rank has not read as
+    many. Where words take more than a hundredth of every rank's time, they are said of more steps at once, as long as
+    what has to be read ahead for that is small on every rank. All ranks learn of that with the word itself, and change
+    together.
 
     Args:
         channel ([`Channel`]): Over which to speak.

@@ -305,7 +305,7 @@ def together(
                     if not block.is_final:
                         upcoming = ahead.next_block()
                     ending = block if upcoming is None else upcoming
-                    if ending.ends_at_once or ending is block and block.failure is None:
+                    if ending.failure is None and (upcoming is None or not upcoming.steps):
                         step = step._replace(is_last=True)
                         missing = world_size - ending.holders[-1]
                         if missing < world_size:
@@ -341,11 +341,6 @@ class _Block(NamedTuple):
     holders: list[int]
     is_final: bool
     failure: Exception | None
-
-    @property
-    def ends_at_once(self) -> bool:
-        """Whether the pass has come to its end before this block, and not by a failure."""
-        return not self.steps and self.failure is None
 
 
 class _Read(NamedTuple):

@@ -3,6 +3,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,18 @@ def read_epochs(modules: tuple, code: str, path: str, workers: int, num_epochs: 
         loader = load(code, path, accelerator, workers)
         epochs = [go_through(accelerator, loader) for _ in range(num_epochs)]
         return epochs, [message for _, message in log]
+
+
+def write_datasets(tmp_path_factory: Any, samples: list, num_files: int) -> tuple[Path, Path]:
+    """Writes the samples with Hugging Face Datasets: into a folder of so many Parquet files, and as one saved dataset."""
+    import datasets  # not in every environment that uses the rest of this file
+
+    whole = datasets.Dataset.from_dict({"id": samples, "x": [0.5 * sample for sample in samples]})
+    streamed, saved = tmp_path_factory.mktemp("parquet"), tmp_path_factory.mktemp("saved")
+    for number in range(num_files):
+        whole.shard(num_files, number).to_parquet(streamed / f"{number}.parquet")
+    whole.save_to_disk(saved, num_shards=2)
+    return streamed, saved
 
 
 def run_with(modules: tuple[str, ...], world_size: int, function: Callable, *args) -> list:

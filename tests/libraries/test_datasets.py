@@ -1,7 +1,6 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
 """Hugging Face Datasets: streams and map-style datasets, cut by `split_dataset_by_node` and by `shard`."""
 
-import datasets
 import pytest
 from reading import (
     WORKERS,
@@ -10,6 +9,7 @@ from reading import (
     assert_goes_on,
     assert_loses_samples,
     read_on_ranks,
+    write_datasets,
 )
 from recipes import recipe
 
@@ -25,11 +25,7 @@ MAP_STYLE = "Datasets: a map-style dataset, split by node"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    whole = datasets.Dataset.from_dict({"id": SAMPLES, "x": [0.5 * sample for sample in SAMPLES]})
-    streamed, saved = tmp_path_factory.mktemp("parquet"), tmp_path_factory.mktemp("saved")
-    for number in range(NUM_FILES):
-        whole.shard(NUM_FILES, number).to_parquet(streamed / f"{number}.parquet")
-    whole.save_to_disk(saved, num_shards=2)
+    streamed, saved = write_datasets(tmp_path_factory, SAMPLES, NUM_FILES)
     return {STREAM: streamed, CUT_STREAM: streamed, MAP_STYLE: saved}
 
 

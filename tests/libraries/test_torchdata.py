@@ -1,7 +1,6 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
 """torchdata: stateful loaders over a stream and with the stateful sampler, and `nodes.Loader`."""
 
-import datasets
 import pytest
 from reading import (
     WORKERS,
@@ -10,6 +9,7 @@ from reading import (
     assert_goes_on,
     read_on_ranks,
     types_of_prepared,
+    write_datasets,
 )
 from recipes import recipe
 
@@ -24,11 +24,7 @@ NODES = "torchdata: `nodes.Loader`"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    whole = datasets.Dataset.from_dict({"id": SAMPLES, "x": [0.5 * sample for sample in SAMPLES]})
-    streamed, saved = tmp_path_factory.mktemp("parquet"), tmp_path_factory.mktemp("saved")
-    for number in range(NUM_FILES):
-        whole.shard(NUM_FILES, number).to_parquet(streamed / f"{number}.parquet")
-    whole.save_to_disk(saved)
+    streamed, saved = write_datasets(tmp_path_factory, SAMPLES, NUM_FILES)
     return {STREAM: streamed, SAMPLER: saved, NODES: saved}
 
 
