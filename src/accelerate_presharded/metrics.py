@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import gather, gather_object
+
+from .messages import exchange, unpack
 
 
 class Count(NamedTuple):
@@ -58,9 +59,13 @@ def gather_real(data: Any, count: Count, use_gather_object: bool = False) -> Any
     are_tensors = [isinstance(leaf, torch.Tensor) and not use_gather_object for leaf in leaves]
     tensors = [leaf for leaf, is_tensor in zip(leaves, are_tensors) if is_tensor]
     objects = [leaf for leaf, is_tensor in zip(leaves, are_tensors) if not is_tensor]
-    counts, shapes = _exchange_headers(tensors, count, rebuild.text)
+    numbers = [*(-1 if number is None else number for number in count), *(n for each in tensors for n in each.shape)]
+    rows, data = exchange(rebuild.text, numbers, tensors)
+    counts = [Count(*(None if number < 0 else number for number in row[: len(count)])) for row in rows]
+    shapes = _shapes_of_all(tensors, [row[len(count) :] for row in rows])
+    values = [None] * len(tensors) if data is None else unpack(data, tensors, shapes)
     gathered = {
-        True: iter([_gather_tensor(tensor, shape, counts) for tensor, shape in zip(tensors, shapes)]),
+        True: iter([_gather_tensor(*each, counts) for each in zip(tensors, shapes, values)]),
         False: iter(_gather_objects(objects, counts)),
     }
     return rebuild.make(iter([next(gathered[is_tensor]) for is_tensor in are_tensors]))
@@ -104,42 +109,18 @@ def _holds_tensor(data: Any) -> bool:
     return any(_holds_tensor(value) for value in data)
 
 
-# One message for all: the structure, the count, and the shapes as far as they fit.
-_HEADER = 16
-
-
-def _exchange_headers(
-    tensors: list[torch.Tensor], count: Count, structure: str
-) -> tuple[list[Count], list[list[list[int]]]]:
-    """Find out the counts of all ranks and, for each tensor, the shapes on all ranks, or that the structures differ."""
-    dimensions = [length for tensor in tensors for length in tensor.shape]
-    known = [-1 if number is None else number for number in count]
-    numbers = [zlib.crc32(structure.encode()), *known, *dimensions]
-    rows = _gather_numbers(numbers[:_HEADER] + [0] * (_HEADER - len(numbers)))
-    for rank, row in enumerate(rows):
-        if row[0] != rows[0][0]:
-            raise ValueError(
-                f"Rank {rank} gathers another structure than rank 0. Gather the same nesting of tensors, with the same "
-                f"dtypes and numbers of dimensions, on every rank. On rank {PartialState().process_index} it is "
-                f"{structure}."
-            )
-    if len(numbers) > _HEADER:
-        rows = [row + rest for row, rest in zip(rows, _gather_numbers(numbers[_HEADER:]))]
-    shapes, position = [], 1 + len(known)
+def _shapes_of_all(tensors: list[torch.Tensor], rows: list[list[int]]) -> list[list[list[int]]]:
+    shapes, position = [], 0
     for tensor in tensors:
         shapes.append([row[position : position + tensor.ndim] for row in rows])
         position += tensor.ndim
-    counts = [[None if number < 0 else number for number in row[1 : 1 + len(known)]] for row in rows]
-    return [Count(*numbers) for numbers in counts], shapes
+    return shapes
 
 
-def _gather_numbers(numbers: list[int]) -> list[list[int]]:
-    state = PartialState()
-    flat = gather(torch.tensor(numbers, dtype=torch.int64, device=state.device))
-    return flat.view(state.num_processes, len(numbers)).tolist()
-
-
-def _gather_tensor(tensor: torch.Tensor, shapes: list[list[int]], counts: list[Count]) -> torch.Tensor:
+def _gather_tensor(
+    tensor: torch.Tensor, shapes: list[list[int]], values: list[torch.Tensor] | None, counts: list[Count]
+) -> torch.Tensor:
+    """Put together what all ranks have of one tensor, from their values where those are here already."""
     lengths = [shape[0] if shape else 1 for shape in shapes]
     kept = _kept([shape[0] if shape else None for shape in shapes], counts, whole=lengths)
     for rank, shape in enumerate(shapes):
@@ -149,6 +130,10 @@ def _gather_tensor(tensor: torch.Tensor, shapes: list[list[int]], counts: list[C
                 "which cannot be concatenated. Bring them to one size with `accelerator.pad_across_processes(tensor, "
                 "dim=1)`, or pass `use_gather_object=True`."
             )
+    if values is not None:
+        return torch.cat(
+            [(value if shape else value[None])[:number] for value, shape, number in zip(values, shapes, kept)]
+        )
     if not tensor.ndim:
         tensor = tensor[None]
     if kept == lengths and len(set(lengths)) == 1:
