@@ -33,7 +33,7 @@ setup(
     zip_safe=False,
     python_requires=">=3.10",
     entry_points={"console_scripts": ["accelerate-presharded = accelerate_presharded.cli:main"]},
-    install_requires=["torch>=2.4", "accelerate>=1.14,<1.16"],
+    install_requires=["torch>=2.4", "accelerate>=1.8,<1.16"],
     extras_require=extras,
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -219,6 +219,15 @@ def needs_parallelism_config() -> None:
 
 
 @contextlib.contextmanager
+def joins_as_on_gpus() -> Iterator[None]:
+    """Accelerate joins uneven inputs on GPU ranks only, and asks a property whether it is on one."""
+    newer = hasattr(accelerate.Accelerator, "multi_device")
+    name, value = ("multi_device", True) if newer else ("distributed_type", DistributedType.MULTI_GPU)
+    with mock.patch.object(accelerate.Accelerator, name, value):
+        yield
+
+
+@contextlib.contextmanager
 def stand_in_gpus(dimensions: dict[str, int] | None = None, fsdp: bool = False) -> Iterator[dict]:
     """
     Make Accelerate take this rank for one with a GPU, which it asks for before it uses FSDP2 or a device mesh.

@@ -12,7 +12,18 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 from ranks import Failure, run
-from shared import Logged, RankBatches, Stream, collectives, dealt, flat, lists, raised, stand_in_gpus
+from shared import (
+    Logged,
+    RankBatches,
+    Stream,
+    collectives,
+    dealt,
+    flat,
+    lists,
+    needs_parallelism_config,
+    raised,
+    stand_in_gpus,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accelerate_presharded import Accelerator, DataLoaderConfiguration, prepare_data_loader
@@ -718,6 +729,7 @@ def on_a_mesh(cut_for_data_parallel: bool) -> dict:
 
 
 def test_ranks_that_share_a_batch_agree():
+    needs_parallelism_config()
     for rank, result in enumerate(run(4, on_a_mesh, True)):
         index = rank // 2
         assert result["error"] is None
@@ -733,6 +745,7 @@ def test_ranks_that_share_a_batch_agree():
 
 
 def test_ranks_that_should_share_a_batch_refuse():
+    needs_parallelism_config()
     for result in run(4, on_a_mesh, False):
         assert result["error"][0] == "ValueError"
 

@@ -16,7 +16,7 @@ import numpy.random  # noqa: F401  (or else every worker process imports it)
 import pytest
 import torch
 from accelerate.state import GradientState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, compare_versions
 from parameterized import parameterized
 from ranks import run
 from shared import (
@@ -513,7 +513,8 @@ SCRIPTS = (
     two_passes_at_once,
     later_closed,
 )
-LENGTHS = [(0, 2), (1, 2), (2, 3), (5, 3)]
+# A loader without batches yields a `None` in Accelerate 1.8, and then fails.
+LENGTHS = [(0, 2), (1, 2), (2, 3), (5, 3)][compare_versions("accelerate", "<", "1.9") :]
 
 
 def trace(script, loaders: list) -> list:

@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.utils import compare_versions
 from ranks import run
 
 import accelerate_presharded
@@ -89,6 +90,8 @@ def test_the_code_of_a_page_does_what_the_page_says(name, tmp_path):
     first, second = run(2, read_page, parts, str(tmp_path), env=ON_CPU)
     for (code, text), lines, more in zip(parts, first, second, strict=True):
         if text is not None:
+            if compare_versions("accelerate", "<", "1.13"):  # its log does not name the rank
+                text = text.replace("[RANK 0] ", "").replace("[RANK 1] ", "")
             written = [*lines, *(line for line in more if line not in lines)]
             assert words(written) == words(text.splitlines()), "\n".join([code, *written])
 

@@ -59,7 +59,7 @@ def test_status(environment):
     environment.command("enable")
     output = environment.command("status").stdout
     assert "enabled      yes" in output and "in effect    yes" in output
-    assert f"accelerate   {accelerate.__version__}" in output and "supported    accelerate<1.16,>=1.14" in output
+    assert f"accelerate   {accelerate.__version__}" in output and "supported    accelerate<1.16,>=1.8" in output
     assert str(environment.packages / f"{HOOK}.pth") in output
     (environment.packages / f"{HOOK}.py").unlink()
     output = environment.command("status", status=1).stdout
@@ -172,6 +172,7 @@ if __name__ == "__main__":
     dist.all_gather_object(lists, (seen, sorted(modules))) if size > 1 else lists.__setitem__(0, (seen, sorted(modules)))
     if accelerator.is_main_process:
         print("seen", sorted(sum((numbers for numbers, _ in lists), [])), [names for _, names in lists])
+    accelerator.end_training()
 """
 SEEN = f"seen {list(range(16))} "
 OURS = ["accelerate_presharded.accelerator"]
@@ -202,7 +203,7 @@ def test_an_accelerate_that_is_not_supported_is_not_patched(environment):
     process = environment.run("-c", "import accelerate, sys; print(accelerate.__version__, 'torch' in sys.modules)")
     assert process.stdout == "9.9.0 False\n"
     [line] = process.stderr.splitlines()
-    assert "accelerate 9.9.0 is not supported" in line and "accelerate<1.16,>=1.14" in line
+    assert "accelerate 9.9.0 is not supported" in line and "accelerate<1.16,>=1.8" in line
     for silent in ({"RANK": "1"}, {"RANK": "3"}):
         assert environment.run("-c", "import accelerate", env=silent).stderr == ""
     output = environment.command("status", status=1).stdout

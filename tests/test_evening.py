@@ -9,7 +9,6 @@ import tracemalloc
 import warnings
 from unittest import mock
 
-import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from shared import (
     Stream,
     collectives,
     in_blocks,
+    joins_as_on_gpus,
     lists,
     raised,
 )
@@ -742,13 +742,6 @@ def test_case_21_skipped_in_the_first_epoch_only():
 # joining
 
 
-@contextlib.contextmanager
-def as_if_on_gpus():
-    """Accelerate joins uneven inputs on GPU ranks only, and asks this property whether it is on one."""
-    with mock.patch.object(accelerate.Accelerator, "multi_device", True):
-        yield
-
-
 class Interrupted(Exception):
     pass
 
@@ -767,7 +760,7 @@ def joined(kind: str, config: bool, even_batches: bool | None, through: str) -> 
         return len(lists(loader)), None if ordinary is None else len(lists(ordinary))
 
     results = {"before": pass_over()}
-    with contextlib.suppress(Interrupted), as_if_on_gpus():
+    with contextlib.suppress(Interrupted), joins_as_on_gpus():
         with accelerator.join_uneven_inputs([model], even_batches=even_batches):
             results["inside"] = pass_over()
             results["attribute"] = loader.even_batches
@@ -805,7 +798,7 @@ def joined_with_a_dispatched_one() -> tuple:
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     loader = accelerator.prepare(DataLoader(items_of(0, 2 + accelerator.process_index)), already_sharded=True)
     accelerator.prepare(DataLoader(Stream(list(range(4)))))
-    with as_if_on_gpus(), warnings.catch_warnings(record=True) as caught:
+    with joins_as_on_gpus(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with accelerator.join_uneven_inputs([model], even_batches=False):
             steps = len(lists(loader))
@@ -846,7 +839,7 @@ def train_joined(kind: str, counts: list[int]) -> tuple:
     dataset = Stream([torch.tensor([value]) for value in data]) if kind == "stream" else torch.tensor(data)[:, None]
     loader = accelerator.prepare(DataLoader(dataset, batch_size=1), already_sharded=True)
     steps = 0
-    with as_if_on_gpus(), accelerator.join_uneven_inputs([model], even_batches=False):
+    with joins_as_on_gpus(), accelerator.join_uneven_inputs([model], even_batches=False):
         for batch in loader:
             optimizer.zero_grad()
             accelerator.backward(model(batch).sum())

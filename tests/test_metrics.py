@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from parameterized import parameterized
 from ranks import Failure, run
-from shared import RankBatches, Stream, lists, raised, stand_in_gpus
+from shared import RankBatches, Stream, lists, needs_parallelism_config, raised, stand_in_gpus
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from accelerate_presharded import Accelerator, Sharding, register_sharding
@@ -812,6 +812,7 @@ def on_a_mesh() -> tuple:
 
 
 def test_ranks_that_share_a_batch_count_once():
+    needs_parallelism_config()
     expected = [
         (real, [f"s{item}" for item in real], [[item] for item in real])
         for real in ([0, 1, 1000, 1001], [2, 3, 1002], [4])

@@ -262,7 +262,8 @@ def prepared_by_code_that_knows_nothing(patched):
 
     prepared = accelerator.prepare(loader())
     gathered = [sample for batch in prepared for sample in accelerator.gather_for_metrics(batch).tolist()]
-    skipped = [batch.tolist() for batch in library.skip_first_batches(prepared, 3)]
+    # Plain Accelerate has less than 3 batches to skip, and version 1.8 fails where nothing is left.
+    skipped = [batch.tolist() for batch in library.skip_first_batches(prepared, 3)] if patched else None
     function = [batch.tolist() for batch in library.prepare_data_loader(loader(), num_processes=size)]
     ordinary = [batch.tolist() for batch in accelerator.prepare(DataLoader(range(8), batch_size=2))]
     return gathered, skipped, function, ordinary

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator
 from logging import INFO, WARNING
 from typing import Any
@@ -33,6 +34,9 @@ logger = get_logger(__name__)
 # Accelerate's own functions, taken now: `patch_accelerate` puts those of this module in their place.
 prepare_ordinary = accelerate.data_loader.prepare_data_loader
 skip_ordinary = accelerate.data_loader.skip_first_batches
+
+# The dimensions of a mesh over which the data is cut, and what Accelerate called them before version 1.10.
+_DATA_PARALLEL = ("dp_replicate", "dp_shard", "dp", "fsdp")
 
 # The modules whose samplers know nothing of ranks unless their attributes say so.
 _PLAIN_SAMPLERS = ("torch.utils.data.", "torchdata.")
@@ -809,7 +813,7 @@ def data_parallel_position(
         shared = sizes.get("tp", 1)
         return num_processes // shared, process_index // shared
     shared = sizes.get("tp", 1) * sizes.get("cp", 1)
-    return sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1), process_index // shared
+    return math.prod(sizes.get(name, 1) for name in _DATA_PARALLEL), process_index // shared
 
 
 def is_prepared(dataloader: Any) -> bool:

@@ -46,7 +46,7 @@ def join_with_presharded(
     joined = join(joinables, even_batches=even_batches)
     changed = (
         []
-        if even_batches is None or not accelerator.multi_device
+        if even_batches is None or not _joins(accelerator)
         else [(loader, loader.even_batches) for loader in loaders if isinstance(loader, PreshardedDataLoader)]
     )
     with contextlib.ExitStack() as stack:
@@ -62,3 +62,9 @@ def join_with_presharded(
             stack.callback(setattr, loader, "even_batches", before)
             loader.even_batches = even_batches
         yield
+
+
+def _joins(accelerator: accelerate.Accelerator) -> bool:
+    kind = accelerator.distributed_type.value
+    # Accelerate has a property for it since version 1.10.
+    return getattr(accelerator, "multi_device", kind.startswith("MULTI_") and kind != "MULTI_CPU")

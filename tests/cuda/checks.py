@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from accelerate_presharded import Accelerator, DataLoaderConfiguration
@@ -364,7 +364,8 @@ def resumed(setting: Setting) -> None:
 def joined(setting: Setting) -> None:
     """`join_uneven_inputs`: 3 and 5 steps, and the gradients of those that are there count."""
     accelerator = setting.accelerator()
-    same("Accelerate joins here", accelerator.multi_device, True)
+    on_gpus = getattr(accelerator, "multi_device", accelerator.distributed_type == DistributedType.MULTI_GPU)
+    same("Accelerate joins here", on_gpus, True)
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     model, optimizer, loader = accelerator.prepare(
