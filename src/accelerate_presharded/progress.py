@@ -140,7 +140,7 @@ class Progress:
             self._epochs_before,
         )
 
-    def advance(self, batches: int, samples: int, mark: Mark, source: Source, is_last: bool) -> None:
+    def advance(self, batches: int, samples: int, mark: Mark, source: Source, is_last: bool, ends_own: bool) -> None:
         """
         Note that a batch is about to be yielded.
 
@@ -162,7 +162,7 @@ class Progress:
                 self._cut_short = 1  # all ranks stop with the shortest
             # What follows is another pass, which begins with the random numbers of that time.
             self._random = None
-        elif source.ends_own(mark) and self.keeps_state:
+        elif ends_own and self.keeps_state:
             self._fields = self._mark._replace(in_replay=True)
 
     def end(self) -> None:
