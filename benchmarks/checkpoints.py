@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import warnings
@@ -33,8 +34,11 @@ def time_saving(folder: str, stateful: bool, rounds: int) -> Times:
         "accelerate": theirs.prepare(DataLoader(data, batch_size=10, shuffle=True)),
     }
 
+    numbers = itertools.count()
+
     def save_and_load(name: str, accelerator: accelerate.Accelerator) -> None:
-        path = str(Path(folder) / name)
+        # To a new folder each time, as checkpoints are.
+        path = str(Path(folder) / f"{name}_{next(numbers)}")
         accelerator.save_state(path)
         # Accelerate's ranks write the state of a loader to one and the same file.
         accelerator.wait_for_everyone()

@@ -1,8 +1,10 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
 """Each rank goes on where it stopped: in new processes, against a run that nobody has interrupted."""
 
+import json
 import logging
 import os
+import pickle
 import signal
 import tempfile
 from pathlib import Path
@@ -225,16 +227,23 @@ def break_file(folder, rank: int, how: str) -> None:
         path.unlink()
     elif how == "truncated":
         path.write_bytes(path.read_bytes()[:100])
+    elif how == "short":
+        path.write_bytes(path.read_bytes()[:-100])
     elif how == "foreign":
         torch.save({"weight": torch.zeros(3)}, path)
+    elif how == "other":
+        path.write_bytes(b'[{"version": 1}]\n')
     elif how == "version":
-        torch.save({**torch.load(path, weights_only=True), "version": 99}, path)
+        line, rest = path.read_bytes().split(b"\n", 1)
+        path.write_bytes(json.dumps({**json.loads(line), "version": 99}).encode() + b"\n" + rest)
     else:
         assert how == "code"
-        torch.save(os.getcwd, path)
+        line, rest = path.read_bytes().split(b"\n", 1)
+        own, _ = rest.split(b"\n", 1)
+        path.write_bytes(b"\n".join([line, own, pickle.dumps(os.getcwd)]))
 
 
-@parameterized.expand([("missing",), ("truncated",), ("foreign",), ("version",), ("code",)])
+@parameterized.expand([("missing",), ("truncated",), ("short",), ("foreign",), ("other",), ("version",), ("code",)])
 def test_a_broken_file_of_one_rank_is_refused_on_all(how):
     with tempfile.TemporaryDirectory() as folder:
         run(2, interrupted, "distributed", 5, folder)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.state import PartialState
@@ -70,7 +70,7 @@ class _SaveHook(_Hook):
     def __call__(self, models: list, weights: list, output_dir: str) -> None:
         files = self.files(output_dir)
         for path, loader in files.items():
-            _write(loader.state_dict(), path)
+            _write(_to_bytes(loader.state_dict()), path)
         if files:
             # When `save_state` has returned on one rank, what it has saved is there for all.
             PartialState().wait_for_everyone()
@@ -86,7 +86,7 @@ class _LoadHook(_Hook):
             if not path.exists():
                 continue
             try:
-                found[loader] = loader.check_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+                found[loader] = loader.check_state_dict(_from_bytes(path.read_bytes()))
             except Exception as error:  # whatever a broken or foreign file brings up
                 reason = str(error).strip().splitlines() or [type(error).__name__]
                 problem = f"{path.name}: {reason[0]}."
@@ -113,13 +113,34 @@ def _every_rank_has_found(problem: str | None, folder: str) -> bool:
     return problem is None
 
 
-def _write(state: dict[str, Any], path: Path) -> None:
+# A file is a line of JSON, and behind it the bytes that the entry "loader" holds.
+
+
+def _to_bytes(state: dict[str, Any]) -> bytes:
+    packed = b"".join(part["loader"] for part in state.values() if isinstance(part, dict))
+    line = {key: {**part, "loader": None} if isinstance(part, dict) else part for key, part in state.items()}
+    return json.dumps(line).encode() + b"\n" + packed
+
+
+def _from_bytes(data: bytes) -> Any:
+    line, _, packed = data.partition(b"\n")
+    try:
+        state = json.loads(line)
+    except ValueError as error:
+        raise ValueError("what was found is not the state of an already sharded loader") from error
+    for part in state.values() if isinstance(state, dict) else ():
+        if isinstance(part, dict):
+            part["loader"] = packed
+    return state
+
+
+def _write(data: bytes, path: Path) -> None:
     # In one piece or not at all: a rank may be stopped at any moment. It does not wait for the disk, since nothing else
     # in the folder does: after a crash of the whole machine the model might be missing as well.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            torch.save(state, file)
+            file.write(data)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

@@ -162,7 +162,7 @@ class PreshardedDataLoader(DataLoaderShard):
             if device is not None and not (type(batch) is torch.Tensor and batch.device == device):
                 batch = send_to_device(batch, device, non_blocking=non_blocking)
             batches += 1
-            self._progress.advance(batches, counter.samples, mark, source, is_last)
+            self._progress.advance(batches, counter.samples, mark, source, is_last, ends_own)
             self.end_of_dataloader = is_last
             yield batch
         # Accelerate does not count an epoch without batches either.

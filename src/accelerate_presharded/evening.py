@@ -106,7 +106,7 @@ class Source:
         self.start = max(start, step)
         self.skipped_samples = 0
         self._loader = loader
-        self._read_state = read_state or (lambda: None)
+        self._read_state = read_state
         self._begin_order = begin_order
         self._on_pass = on_pass or (lambda: None)
         self._num_own, self.ended = mark.batches, mark.in_replay
@@ -148,10 +148,10 @@ class Source:
         else:
             batch = next(self._own, _NOTHING)
         if batch is _NOTHING:
-            self.ended, self.end_state = True, self._read_state()
+            self.ended, self.end_state = True, self._state()
             return None
-        self._num_own += 1
-        return batch, (self._num_own, False, self._read_state())
+        self._num_own = number = self._num_own + 1
+        return batch, (number, False, None if self._read_state is None else self._read_state())
 
     def replay(self) -> tuple[Any, Mark]:
         """Read the next batch of a replay, beginning anew as often as needed."""
@@ -168,7 +168,10 @@ class Source:
         elif self._replays is None:
             self._epochs.write(self.epochs_before)
             self._replays = iter(self._pass(self._num_replayed % max(1, self._num_own)))
-        return self._next_replay(), Mark(self._num_own, True, self._read_state())
+        return self._next_replay(), Mark(self._num_own, True, self._state())
+
+    def _state(self) -> Any:
+        return None if self._read_state is None else self._read_state()
 
     def _next_replay(self) -> Any:
         batch = next(self._replays, _NOTHING)
@@ -239,8 +242,9 @@ def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) ->
     """
     steps = plan.steps()
     uneven = f"rank {plan.shortest_rank} has {plan.shortest} batches and rank {plan.longest_rank} has {plan.longest}"
+    first_uneven, is_cut = max(source.start, plan.shortest), steps < plan.longest
     for number in range(source.start, steps):
-        if number == max(source.start, plan.shortest):
+        if number == first_uneven:
             say(
                 f"{uneven}, so ranks without a batch repeat theirs from the beginning until all have made {steps} steps"
             )
@@ -248,12 +252,13 @@ def counted(source: Source, own: int, plan: Plan, say: Callable[[str], None]) ->
         if read is None:
             raise RuntimeError(f"The loader was to yield {own} batches, but it has yielded {number}.")
         batch, mark = read
+        ends_own, is_last = number + 1 == own, number + 1 == steps
         # Let the pass come to its end, as it would in a loop of the user's.
-        if number + 1 == own and source.own() is not None:
+        if ends_own and source.own() is not None:
             raise RuntimeError(f"The loader was to yield {own} batches, but it yields more.")
-        if number + 1 == steps < plan.longest:
+        if is_last and is_cut:
             say(f"{uneven}, so all stop after {steps} steps, because of `drop_last=True`")
-        yield batch, number + 1 == steps, number >= own, number + 1 == own, mark
+        yield batch, is_last, number >= own, ends_own, mark
 
 
 def together(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import inspect
 import io
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -139,7 +140,7 @@ class Progress:
             self._epochs_before,
         )
 
-    def advance(self, batches: int, samples: int, mark: Mark, source: Source, is_last: bool) -> None:
+    def advance(self, batches: int, samples: int, mark: Mark, source: Source, is_last: bool, ends_own: bool) -> None:
         """
         Note that a batch is about to be yielded.
 
@@ -161,7 +162,7 @@ class Progress:
                 self._cut_short = 1  # all ranks stop with the shortest
             # What follows is another pass, which begins with the random numbers of that time.
             self._random = None
-        elif source.ends_own(mark) and self.keeps_state:
+        elif ends_own and self.keeps_state:
             self._fields = self._mark._replace(in_replay=True)
 
     def end(self) -> None:
@@ -221,7 +222,11 @@ class Progress:
             type(entries.get(name)) is not kind for name, kind in _ENTRIES.items()
         ):
             raise ValueError("what was found is not the state of a loader")
-        inner = _unpack(entries["loader"])
+        try:
+            inner = _unpack(entries["loader"])
+        except Exception as error:  # whatever broken or foreign bytes bring up
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(f"the loader's own part of the state cannot be read: {reason[0]}") from error
         if (inner["state"] is not None) != self.keeps_state:
             had, has = ("had", "has none") if inner["state"] is not None else ("had none of its own", "has")
             raise ValueError(f"the loader that was saved {had} a state, and the one that is to go on {has}")
@@ -278,15 +283,33 @@ def _has_required_arguments(function: Callable) -> bool:
     return False
 
 
-def _pack(data: Any) -> bytes:
+def _pack(own: dict[str, Any]) -> bytes:
+    # A line of JSON, and behind it the loader's own state, which can be anything.
     buffer = io.BytesIO()
-    torch.save(_plain(data), buffer)
-    return buffer.getvalue()
+    if own["state"] is not None:
+        torch.save(_plain(own["state"]), buffer)
+    random = own["random"]
+    random = {"torch": _to_hex(random["torch"]), "generators": list(map(_to_hex, random["generators"]))}
+    return json.dumps({**own, "state": None, "random": random}).encode() + b"\n" + buffer.getvalue()
 
 
-def _unpack(packed: bytes) -> Any:
-    # `weights_only`: what is read is data, whoever wrote it.
-    return _unplain(torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True))
+def _unpack(packed: bytes) -> dict[str, Any]:
+    line, _, state = packed.partition(b"\n")
+    own = json.loads(line)
+    random = own["random"]
+    own["random"] = {"torch": _from_hex(random["torch"]), "generators": list(map(_from_hex, random["generators"]))}
+    if state:
+        # `weights_only`: what is read is data, whoever wrote it.
+        own["state"] = _unplain(torch.load(io.BytesIO(state), map_location="cpu", weights_only=True))
+    return own
+
+
+def _to_hex(random_state: torch.Tensor) -> str:
+    return random_state.numpy().tobytes().hex()
+
+
+def _from_hex(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 # numpy's arrays and Python's deques are data too, but torch does not read them back without executing something.
