@@ -13,7 +13,7 @@ import accelerate.utils
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, is_torch_version
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 
@@ -216,6 +216,14 @@ def needs_parallelism_config() -> None:
 
     if not hasattr(accelerate.utils, "ParallelismConfig"):
         pytest.skip("this version of Accelerate has no ParallelismConfig")
+
+
+def needs_fsdp2() -> None:
+    """Skip a test on a torch without FSDP2."""
+    import pytest
+
+    if is_torch_version("<", "2.6.0"):
+        pytest.skip("FSDP2 needs torch 2.6")
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from shared import (
     collectives,
     dealt,
     lists,
+    needs_fsdp2,
     needs_parallelism_config,
     raised,
     seeded,
@@ -350,8 +351,11 @@ def along_a_route(route: str, with_model: bool) -> dict:
     ]
 )
 def test_every_route_through_prepare(route, world_size, with_model, methods):
-    if ROUTES[route][1]:
+    settings, dimensions = ROUTES[route]
+    if dimensions:
         needs_parallelism_config()
+    if "fsdp" in settings:
+        needs_fsdp2()
     per_rank = run(world_size, along_a_route, route, with_model)
     for result in per_rank:
         size, index = result["place"]

@@ -24,6 +24,7 @@ from shared import (
     dealt,
     flat,
     lists,
+    needs_fsdp2,
     needs_parallelism_config,
     raised,
     stand_in_gpus,
@@ -589,6 +590,7 @@ def cut_for_mesh(length: int, dimensions: dict, places: list, through: str) -> d
 def test_case_25_mesh_and_data_cut_for_it(name, through):
     if through == "accelerator":
         needs_parallelism_config()
+        needs_fsdp2()
     dimensions, places = MESHES[name]
     size = places[0][0]
     length = 8 * size
@@ -615,6 +617,7 @@ def test_case_25_mesh_and_data_cut_for_it(name, through):
 def test_case_26_mesh_and_data_cut_for_every_rank(name, through):
     if through == "accelerator":
         needs_parallelism_config()
+        needs_fsdp2()
     dimensions, places = MESHES[name]
     per_rank = run(4, cut_for_mesh, 16, dimensions, [(4, rank) for rank in range(4)], through)
     for rank, (result, (size, index)) in enumerate(zip(per_rank, places)):
