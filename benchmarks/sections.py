@@ -45,7 +45,7 @@ def sections() -> dict[str, float]:
 
     def advance() -> None:
         for number, _ in enumerate(batches):
-            progress.advance(number, 0, mark, source, False)
+            progress.advance(number, 0, mark, source, False, False)
 
     def send() -> None:
         for batch in batches:

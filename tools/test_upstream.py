@@ -1,6 +1,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
 """Writes the feature into Accelerate and runs, on that: Accelerate's own tests, before and after, its shipped scripts
-on two ranks, its format and lint, and the tests of this package, which is not installed there.
+on two ranks, its format and lint, and the tests of this package, which is not installed there. And Accelerate's own tests
+on unchanged sources with this package in Accelerate's place, as `python -m accelerate_presharded run` puts it there.
 
     python tools/test_upstream.py                       # the released sources that the constraints name
     python tools/test_upstream.py path/to/accelerate    # a git checkout, which is cloned and left as it is
@@ -110,12 +111,16 @@ class Environment:
         subprocess.run([*pip, "--target", self.extra, *NEEDED_BY_ACCELERATE], check=True)
         done.write_text("\n".join(requirements))
 
-    def run(self, *command: str, on_cpu: bool = False, extra: bool = False) -> subprocess.CompletedProcess:
+    def run(
+        self, *command: str, on_cpu: bool = False, extra: bool = False, ours: bool = False
+    ) -> subprocess.CompletedProcess:
         variables = dict(self.variables)
         if on_cpu:
             variables["ACCELERATE_USE_CPU"] = "true"
         if extra:
             variables["PYTHONPATH"] += f"{os.pathsep}{self.extra}"
+        if ours:
+            variables["PYTHONPATH"] += f"{os.pathsep}{self._package()}"
         return subprocess.run(
             [str(self.python), *command],
             cwd=self.sources.path,
@@ -124,6 +129,14 @@ class Environment:
             capture_output=True,
             text=True,
         )
+
+    def _package(self) -> Path:
+        """This package by itself, for the processes that are to find it and no others."""
+        folder = WORK / "package"
+        shutil.rmtree(folder, ignore_errors=True)
+        pip = [self.python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", folder, REPOSITORY], check=True)
+        return folder
 
     def on_two_ranks(self, script: str) -> bool:
         """Run a script that Accelerate ships on two ranks, and tell whether it has passed."""
@@ -139,12 +152,18 @@ class Environment:
         (WORK / f"{script}.log").write_text(result.stdout + result.stderr)
         return result.returncode == 0
 
-    def outcomes(self, name: str, *arguments: str, extra: bool = False) -> dict[str, str]:
-        """Run tests, and tell of each how it went."""
+    def outcomes(self, name: str, *arguments: str, extra: bool = False, patched: bool = False) -> dict[str, str]:
+        """Run tests, with this package in Accelerate's place if they are to be `patched`, and tell of each how it went."""
         report = WORK / f"{name}.xml"
         report.unlink(missing_ok=True)
-        command = ["-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
-        result = self.run(*command, extra=extra)
+        # The patch does not reach the processes that pytest would start.
+        start = (
+            ["-m", "accelerate_presharded", "run", "-m", "pytest", "-n", "0"]
+            if patched
+            else ["-m", "pytest", "-n", "2"]
+        )
+        command = [*start, "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+        result = self.run(*command, extra=extra, ours=patched)
         (WORK / f"{name}.log").write_text(result.stdout + result.stderr)
         if not report.exists():
             sys.exit(f"{name}: pytest did not run.\n{(result.stdout + result.stderr)[-4000:]}")
@@ -174,7 +193,7 @@ def main() -> None:
     parser.add_argument(
         "checkout", type=Path, nargs="?", help="a git checkout of Accelerate; the released sources without"
     )
-    parser.add_argument("--only", choices=("ours", "unit", "scripts", "quality"), help="one part of it")
+    parser.add_argument("--only", choices=("ours", "unit", "patched", "scripts", "quality"), help="one part of it")
     options = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     sources = Sources(options.checkout)
@@ -185,7 +204,20 @@ def main() -> None:
         return options.only in (None, part)
 
     unit_tests = [f"tests/test_{name}.py" for name in UNIT_TESTS]
-    before = environment.outcomes("unit-before", *unit_tests, extra=True) if wanted("unit") else {}
+    needs_before = wanted("unit") or wanted("patched")
+    before = environment.outcomes("unit-before", *unit_tests, extra=True) if needs_before else {}
+
+    def compare(after: dict[str, str], what: str) -> None:
+        print(f"{what}: before {counted(before)}; after {counted(after)}", flush=True)
+        different = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        problems.extend(f"{what}: {name}: {before.get(name)} before, {after.get(name)} after" for name in different)
+
+    if wanted("patched"):
+        patched = environment.outcomes("unit-patched", *unit_tests, extra=True, patched=True)
+        log = (WORK / "unit-patched.log").read_text()
+        if "is in the place of accelerate" not in log:
+            problems.append(f"This package was not in Accelerate's place, see {WORK / 'unit-patched.log'}.")
+        compare(patched, "Accelerate's unit tests under `run`")
     scripts = {name: environment.on_two_ranks(name) for name in SCRIPTS} if wanted("scripts") else {}
     apply = [sys.executable, REPOSITORY / "tools" / "upstream_pr.py", sources.path]
     subprocess.run(apply, check=True)
@@ -206,10 +238,7 @@ def main() -> None:
         if named.stdout:
             problems.append(f"These files name this package:\n{named.stdout}")
     if wanted("unit"):
-        after = environment.outcomes("unit-after", *unit_tests, extra=True)
-        print(f"Accelerate's unit tests: before {counted(before)}; after {counted(after)}", flush=True)
-        different = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        problems += [f"{name}: {before.get(name)} before, {after.get(name)} after" for name in different]
+        compare(environment.outcomes("unit-after", *unit_tests, extra=True), "Accelerate's unit tests")
     if wanted("scripts"):
         after = {name: environment.on_two_ranks(name) for name in (*SCRIPTS, Path(SCRIPT).stem)}
         for name, passed in after.items():
