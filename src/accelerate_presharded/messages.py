@@ -16,7 +16,7 @@ from accelerate.utils import gather
 
 # How many numbers stand before the data. Those that are more go with the data.
 _HEADER = 16
-_BEGIN = _HEADER * torch.int64.itemsize
+_INTEGER = torch.int64.itemsize
 # Tensors lie in a message at multiples of this many bytes.
 _ALIGNMENT = 16
 # How much data of all ranks together is sent along. With more, the time of a message of its own does not show.
@@ -36,6 +36,8 @@ class _Room:
     @classmethod
     def current(cls) -> _Room:
         world = dist.group.WORLD
+        if world is None:  # ranks that are joined by something else, as those on TPUs
+            return cls()
         if world not in cls._of_group:
             cls._of_group[world] = cls()
         return cls._of_group[world]
@@ -77,15 +79,15 @@ def exchange(
     if need * state.num_processes > _MOST_BYTES or not all(_can_be_copied(tensor, state.device) for tensor in tensors):
         need = -1
     header = [zlib.crc32(structure.encode()), need, *first]
-    message = torch.empty(_BEGIN + room.size, dtype=torch.uint8, device=state.device)
-    message[:_BEGIN].view(torch.int64).copy_(torch.tensor(header + [0] * (_HEADER - len(header))))
+    message = torch.empty(_HEADER + room.size // _INTEGER, dtype=torch.int64, device=state.device)
+    message[:_HEADER] = torch.tensor(header + [0] * (_HEADER - len(header)))
     if 0 <= need <= room.size:
-        begin = _BEGIN
+        begin, place = 0, message[_HEADER:].view(torch.uint8)
         for part in (rest, *tensors):
-            _part(message, begin, part.dtype, part.shape).copy_(part)
+            _part(place, begin, part.dtype, part.shape).copy_(part)
             begin += _aligned(part.nbytes)
     messages = gather(message).view(state.num_processes, -1)
-    rows = messages[:, :_BEGIN].view(torch.int64).tolist()
+    rows = messages[:, :_HEADER].tolist()
     for rank, row in enumerate(rows):
         if row[0] != rows[0][0]:
             raise ValueError(
@@ -96,11 +98,13 @@ def exchange(
     came_along = min(needs) >= 0 and max(needs) <= room.size
     room.note(max(needs) if min(needs) >= 0 else 0)
     rows = [row[2 : 2 + len(first)] for row in rows]
-    begin = _BEGIN + _aligned(rest.nbytes)
     if len(rest):
-        found = messages[:, _BEGIN : _BEGIN + rest.nbytes].view(torch.int64) if came_along else gather(rest[None])
+        found = messages[:, _HEADER : _HEADER + len(rest)] if came_along else gather(rest[None])
         rows = [row + more for row, more in zip(rows, found.tolist())]
-    return rows, list(messages[:, begin:]) if came_along else None
+    if not came_along:
+        return rows, None
+    begin = _HEADER + _aligned(rest.nbytes) // _INTEGER
+    return rows, [of_rank.view(torch.uint8) for of_rank in messages[:, begin:]]
 
 
 def unpack(
