@@ -1,12 +1,14 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
 """Each rank goes on where it stopped: in new processes, against a run that nobody has interrupted."""
 
+import gc
 import json
 import logging
 import os
 import pickle
 import signal
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -279,6 +281,24 @@ def test_an_older_checkpoint_loads_with_one_warning(tmp_path):
     assert first is None and second is None
     assert len(lines) == 1 and "no state of the already sharded loaders" in lines[0]
     assert others == []
+
+
+def test_saving_and_loading_make_no_cycle(tmp_path):
+    def left_in_the_middle(folder):
+        gc.disable()
+        accelerator = Accelerator(cpu=True)
+        dataset = Stream([1, 2, 3])
+        loader = accelerator.prepare(DataLoader(dataset), already_sharded=True)
+        for _ in loader:
+            accelerator.save_state(folder)
+            break
+        accelerator.load_state(folder)
+        dataset = weakref.ref(dataset)
+        del accelerator, loader
+        return dataset() is None
+
+    # Workers of an iterator that only the garbage collector finds take seconds to end.
+    assert run(2, left_in_the_middle, str(tmp_path)) == [True, True]
 
 
 def test_automatic_checkpoint_naming(tmp_path):

@@ -61,7 +61,9 @@ end(sys.argv[1])
 
 
 def plain(text: str) -> str:
-    return re.sub("0x[0-9a-f]+", "0x", re.sub(r'  File "<frozen runpy>".*\n', "", text))
+    # Before Python 3.11 the lines of `runpy` are shown.
+    text = re.sub(r'  File "[^"]*runpy(\.py"|>").*\n(    .*\n)*', "", text)
+    return re.sub("0x[0-9a-f]+", "0x", text)
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,7 @@ def _join(rank: int, num_processes: int, port: int) -> None:
         OMP_NUM_THREADS="1",
         # As under torchrun: the store is hosted elsewhere, and rank 0 is a client like the others.
         TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
     )
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host name resolves to

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,15 @@ class _Hook:
     """Accelerate calls its hooks with the folder, which only it knows, and before it saves or loads anything."""
 
     def __init__(self, accelerator: accelerate.Accelerator):
-        self._accelerator = accelerator
+        # Not itself, which holds its hooks: workers of a loader that was left end late when a cycle has to be found.
+        self._accelerator = weakref.ref(accelerator)
 
     def files(self, folder: str | os.PathLike) -> dict[Path, PreshardedDataLoader]:
-        rank = self._accelerator.process_index
+        accelerator = self._accelerator()
+        rank = accelerator.process_index
         return {
             Path(folder) / f"presharded_loader_{number}_rank_{rank}.bin": loader
-            for number, loader in enumerate(self._accelerator._dataloaders)
+            for number, loader in enumerate(accelerator._dataloaders)
             if isinstance(loader, PreshardedDataLoader)
         }
 
