@@ -86,7 +86,7 @@ def exchange(
         for part in (rest, *tensors):
             _part(place, begin, part.dtype, part.shape).copy_(part)
             begin += _aligned(part.nbytes)
-    messages = gather(message).view(state.num_processes, -1)
+    messages = _gather(message, state)
     rows = messages[:, :_HEADER].tolist()
     for rank, row in enumerate(rows):
         if row[0] != rows[0][0]:
@@ -105,6 +105,15 @@ def exchange(
         return rows, None
     begin = _HEADER + _aligned(rest.nbytes) // _INTEGER
     return rows, [of_rank.view(torch.uint8) for of_rank in messages[:, begin:]]
+
+
+def _gather(message: torch.Tensor, state: PartialState) -> torch.Tensor:
+    if state.backend != "gloo":
+        return gather(message).view(state.num_processes, -1)
+    # Accelerate would put the messages together in one more copy.
+    messages = message.new_empty((state.num_processes, len(message)))
+    dist.all_gather(list(messages), message)
+    return messages
 
 
 def unpack(
