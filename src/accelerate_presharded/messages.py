@@ -84,7 +84,7 @@ def exchange(
     if 0 <= need <= room.size:
         begin, place = 0, message[_HEADER:].view(torch.uint8)
         for part in (rest, *tensors):
-            _part(place, begin, part.dtype, part.shape).copy_(part)
+            _part(place, begin, part.dtype, part.shape).copy_(part.detach())
             begin += _aligned(part.nbytes)
     messages = _gather(message, state)
     rows = messages[:, :_HEADER].tolist()
