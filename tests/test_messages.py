@@ -1,6 +1,7 @@
 # Licensed under the Apache License, Version 2.0; see the LICENSE file at the top of this repository.
 """Calls of `gather_for_metrics` one after the other: the data goes along with the header where it fits, and is the same."""
 
+import inspect
 import math
 import random
 
@@ -10,7 +11,8 @@ from parameterized import parameterized
 from ranks import run
 from shared import raised
 
-from accelerate_presharded import Accelerator, messages
+from accelerate_presharded import Accelerator
+from accelerate_presharded.messages import exchange
 from accelerate_presharded.metrics import Count, gather_real
 
 
@@ -33,7 +35,7 @@ def collectives() -> int:
 def gathered(calls: list, settings: dict | None = None) -> list[tuple]:
     """What each call gathers, and how many collectives it takes. No leaf has the length of the batch."""
     rank = Accelerator(cpu=True).process_index
-    vars(messages).update(settings or {})
+    vars(inspect.getmodule(exchange)).update(settings or {})
     results = []
     for call in calls:
         tensors = [values_of(rank, shapes[rank], dtype) for dtype, shapes in call]

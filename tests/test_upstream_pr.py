@@ -133,6 +133,17 @@ def test_no_file_names_this_package(changed):
             )
 
 
+# What has no counterpart in Accelerate: the commands, the patch, the audit, this repository itself.
+STAY = set(
+    "audit audit_command benchmarks cuda docs environment examples layout patching ranks running trainer upstream_pr".split()
+)
+
+
+def test_no_tests_stay_behind_unnoticed(changed):
+    moved = {path.stem[len("test_presharded_") :] for path in (changed / "tests" / "presharded").glob("test_*.py")}
+    assert {path.stem[len("test_") :] for path in Path(__file__).parent.glob("test_*.py")} - moved == STAY
+
+
 def test_accelerate_has_the_feature_of_its_own(changed):
     code = """
 import inspect, sys
