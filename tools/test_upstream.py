@@ -41,6 +41,16 @@ NEEDED = (
 NEEDED_BY_ACCELERATE = "transformers datasets evaluate".split()
 
 
+# Runs behind Accelerate's tests, in the same process.
+IN_PLACE = """
+import accelerate
+
+
+def test_in_place():
+    assert accelerate.Accelerator.__module__ == "accelerate_presharded.accelerator"
+"""
+
+
 class Sources:
     """A git checkout of Accelerate in the work folder, at the commit before the change and at the one behind it."""
 
@@ -213,9 +223,11 @@ def main() -> None:
         problems.extend(f"{what}: {name}: {before.get(name)} before, {after.get(name)} after" for name in different)
 
     if wanted("patched"):
-        patched = environment.outcomes("unit-patched", *unit_tests, extra=True, patched=True)
-        log = (WORK / "unit-patched.log").read_text()
-        if "is in the place of accelerate" not in log:
+        check = WORK / "test_in_place.py"
+        check.write_text(IN_PLACE, encoding="utf-8")
+        patched = environment.outcomes("unit-patched", *unit_tests, str(check), extra=True, patched=True)
+        checked = [patched.pop(name) for name in list(patched) if name.endswith(".test_in_place")]
+        if checked != ["passed"]:
             problems.append(f"This package was not in Accelerate's place, see {WORK / 'unit-patched.log'}.")
         compare(patched, "Accelerate's unit tests under `run`")
     scripts = {name: environment.on_two_ranks(name) for name in SCRIPTS} if wanted("scripts") else {}
