@@ -201,6 +201,30 @@ def test_launchers(tmp_path, launcher):
     assert len(announced) == 1 and "`accelerate-presharded run`" in announced[0]
 
 
+LEFT_OPEN = """
+from accelerate_presharded import Accelerator
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(9))
+
+
+accelerator = Accelerator(cpu=True)
+batches = iter(accelerator.prepare(DataLoader(Numbers()), already_sharded=True))
+accelerator.print("first", next(batches).tolist())
+accelerator.end_training()
+"""
+
+
+def test_a_loop_that_is_open_when_the_interpreter_ends(tmp_path):
+    (tmp_path / "train.py").write_text(LEFT_OPEN)
+    process = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", folder=tmp_path)
+    assert process.stdout == "first [0]\n"
+    assert "Exception ignored" not in process.stderr, process.stderr
+
+
 @pytest.mark.parametrize("name", ["test_script", "test_sync"])
 def test_the_scripts_that_accelerate_ships_pass_unchanged(tmp_path, name):
     script = os.path.join(os.path.dirname(accelerate.__file__), "test_utils", "scripts", f"{name}.py")

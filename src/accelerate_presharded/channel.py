@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -169,8 +170,11 @@ class Turn:
         # The same on all of them, since they have heard the same words.
         self._pace.size = self.size
 
-    def leave(self) -> None:
+    def leave(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Say that this rank goes on no further, if the pass has not come to its end."""
+        # What is left open until the interpreter ends is closed when the names of this module are gone.
+        if _is_finalizing():
+            return
         # A loop that is left by `break` closes its iterator at once, on all ranks at the same place if all leave. What
         # the garbage collector closes is closed whenever it happens to run, so nothing can be said in its name.
         if not self._open or _collecting or not dist.is_initialized():
