@@ -304,6 +304,15 @@ def test_saving_and_loading_make_no_cycle(tmp_path):
     assert run(2, left_in_the_middle, str(tmp_path)) == [True, True]
 
 
+def test_whoever_may_read_what_accelerate_saves_may_read_the_states(tmp_path):
+    run(2, interrupted, "distributed", 2, str(tmp_path))
+    names = ("presharded_loader_0_rank_{}.bin", "random_states_{}.pkl")
+    for rank in range(2):
+        ours, theirs = ((tmp_path / name.format(rank)).stat().st_mode for name in names)
+        assert ours == theirs
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_automatic_checkpoint_naming(tmp_path):
     def named(folder):
         config = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -140,11 +139,10 @@ def _from_bytes(data: bytes) -> Any:
 def _write(data: bytes, path: Path) -> None:
     # In one piece or not at all: a rank may be stopped at any moment. It does not wait for the disk, since nothing else
     # in the folder does: after a crash of the whole machine the model might be missing as well.
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
+        part.write_bytes(data)
+        os.replace(part, path)
     except BaseException:
-        os.unlink(name)
+        part.unlink(missing_ok=True)
         raise

@@ -75,9 +75,10 @@ def exchange(
     """
     state, room = PartialState(), _Room.current()
     first, rest = numbers[: _HEADER - 2], torch.tensor(numbers[_HEADER - 2 :], dtype=torch.int64, device=state.device)
-    need = sum(_aligned(part.nbytes) for part in (rest, *tensors))
-    if need * state.num_processes > _MOST_BYTES or not all(_can_be_copied(tensor, state.device) for tensor in tensors):
-        need = -1
+    need = -1
+    if all(_can_be_copied(tensor, state.device) for tensor in tensors):
+        need = sum(_aligned(part.nbytes) for part in (rest, *tensors))
+        need = -1 if need * state.num_processes > _MOST_BYTES else need
     header = [zlib.crc32(structure.encode()), need, *first]
     message = torch.empty(_HEADER + room.size // _INTEGER, dtype=torch.int64, device=state.device)
     message[:_HEADER] = torch.tensor(header + [0] * (_HEADER - len(header)))

@@ -320,7 +320,7 @@ def _plain(data: Any) -> Any:
     if isinstance(data, numpy.generic):
         return data.item()
     if isinstance(data, numpy.ndarray):
-        return {_ARRAY: torch.from_numpy(numpy.ascontiguousarray(data))}
+        return {_ARRAY: torch.from_numpy(data.copy(order="C"))}
     if isinstance(data, collections.deque):
         return {_DEQUE: [_plain(value) for value in data]}
     if isinstance(data, dict):
