@@ -313,7 +313,7 @@ def along_a_route(route: str, with_model: bool) -> dict:
             flags += [None, None]
         methods = []
         names = ("_prepare_fsdp2", "_prepare_tp", "_prepare_cp", "_prepare_deepspeed")
-        for name in filter(accelerator.__dir__().__contains__, names):
+        for name in [each for each in names if hasattr(accelerator, each)]:
             real = getattr(accelerator, name)
 
             def noting(*args, name=name, real=real):

@@ -12,16 +12,17 @@ import tempfile
 import weakref
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import ProjectConfiguration
 from parameterized import parameterized
 from ranks import Failure, run
-from shared import Remembering, Stream
+from shared import Remembering, Stream, lists
 from torch.utils.data import DataLoader, DistributedSampler
 
-from accelerate_presharded import Accelerator
+from accelerate_presharded import Accelerator, PreshardedDataLoader
 
 
 EPOCHS = 3
@@ -340,6 +341,33 @@ def test_the_state_of_a_loader_on_its_own():
     short, long = run(2, own, None)
     assert short == ([[0, 1]], [[2, 3], [4], [0, 1], [2, 3]], ["num_processes", "rank_0", "version"])
     assert long[1] == [[102, 103], [104, 105], [106, 107], [108]]
+
+
+class Keeping(Remembering):
+    """A stream with more to remember than where it is."""
+
+    def __init__(self, kept):
+        super().__init__([1, 2, 3])
+        self.kept = kept
+
+    def state_dict(self):
+        return {**super().state_dict(), "kept": self.kept}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.kept = state["kept"]
+
+
+@pytest.mark.parametrize(
+    "array", [numpy.array(7), numpy.arange(6).reshape(2, 3).T, numpy.arange(4.0)[::-1], numpy.zeros((0, 2), "uint8")]
+)
+def test_arrays_in_a_loaders_own_state_come_back_as_they_were(array):
+    loader, other = PreshardedDataLoader(DataLoader(Keeping(array))), PreshardedDataLoader(DataLoader(Keeping(None)))
+    next(iter(loader))
+    other.load_state_dict(loader.state_dict())
+    found = other.dataset.kept
+    assert (found.dtype, found.shape, found.tolist()) == (array.dtype, array.shape, array.tolist())
+    assert lists(other) == [[2], [3]]
 
 
 def through_dcp(kind: str, folder: str, how: str, stop: int | None) -> list:

@@ -17,6 +17,7 @@ from accelerate.state import PartialState
 
 from .agreement import agree_on_loading
 from .data_loader import PreshardedDataLoader
+from .progress import reason_of
 
 
 logger = get_logger(__name__)
@@ -90,8 +91,7 @@ class _LoadHook(_Hook):
             try:
                 found[loader] = loader.check_state_dict(_from_bytes(path.read_bytes()))
             except Exception as error:  # whatever a broken or foreign file brings up
-                reason = str(error).strip().splitlines() or [type(error).__name__]
-                problem = f"{path.name}: {reason[0]}."
+                problem = f"{path.name}: {reason_of(error)}."
                 break
         if problem is None and len(found) < len(files):
             missing = ", ".join(path.name for path, loader in files.items() if loader not in found)

@@ -198,10 +198,6 @@ class Source:
             self._on_pass()
         return Pass(self._loader, num_to_skip, begin_order)
 
-    def ends_own(self, mark: tuple) -> bool:
-        """Tell whether what is behind a batch is the end of the rank's own pass, as far as it has been read."""
-        return self.ended and mark[0] == self._num_own
-
     @property
     def is_empty(self) -> bool:
         """Whether the rank's own pass has come to its end without a single batch."""

@@ -150,6 +150,7 @@ class Progress:
             batches (`int`): How many have been yielded with it.
             samples (`int`): How many samples they hold, replays left out.
             mark ([`Mark`]): Where the loader is behind it.
+            ends_own (`bool`): Whether it is the last of the rank's own pass.
         """
         self.batches, self.samples, self._fields = batches, samples, mark
         self._is_last, self._epochs_before = is_last, source.epochs_before
@@ -225,8 +226,7 @@ class Progress:
         try:
             inner = _unpack(entries["loader"])
         except Exception as error:  # whatever broken or foreign bytes bring up
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(f"the loader's own part of the state cannot be read: {reason[0]}") from error
+            raise ValueError(f"the loader's own part of the state cannot be read: {reason_of(error)}") from error
         if (inner["state"] is not None) != self.keeps_state:
             had, has = ("had", "has none") if inner["state"] is not None else ("had none of its own", "has")
             raise ValueError(f"the loader that was saved {had} a state, and the one that is to go on {has}")
@@ -275,6 +275,20 @@ class Progress:
         return {"torch": torch.get_rng_state(), "generators": [each.get_state() for each in self._generators()]}
 
 
+def reason_of(error: Exception) -> str:
+    """
+    Say in one line why something could not be read.
+
+    Args:
+        error (`Exception`): What it has brought up, with a message of any length, or with none.
+
+    Returns:
+        `str`: The first line of the message, or else the name of the class.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
+
+
 def _has_required_arguments(function: Callable) -> bool:
     try:
         inspect.signature(function).bind()
@@ -320,7 +334,7 @@ def _plain(data: Any) -> Any:
     if isinstance(data, numpy.generic):
         return data.item()
     if isinstance(data, numpy.ndarray):
-        return {_ARRAY: torch.from_numpy(data.copy(order="C"))}
+        return {_ARRAY: torch.from_numpy(numpy.asarray(data, order="C"))}
     if isinstance(data, collections.deque):
         return {_DEQUE: [_plain(value) for value in data]}
     if isinstance(data, dict):
