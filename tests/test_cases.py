@@ -566,16 +566,18 @@ def cut_for_mesh(length: int, dimensions: dict, places: list, through: str) -> d
         return DataLoader(range(length), batch_size=2, sampler=sampler)
 
     result = {}
+
+    def note(loader) -> None:
+        result.update(ours=lists(loader), place=(loader.num_processes, loader.process_index))
+
     if through == "accelerator":
         with stand_in_gpus(dimensions, fsdp="tp" not in dimensions) as settings:
             accelerator = accelerate_presharded.Accelerator(**settings)
-            result["error"] = raised(lambda: result.update(ours=lists(accelerator.prepare(make_loader()))))
+            result["error"] = raised(lambda: note(accelerator.prepare(make_loader())))
         return result
     mesh = init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
     result["error"] = raised(
-        lambda: result.update(
-            ours=lists(accelerate_presharded.prepare_data_loader(make_loader(), torch_device_mesh=mesh))
-        )
+        lambda: note(accelerate_presharded.prepare_data_loader(make_loader(), torch_device_mesh=mesh))
     )
     # The way of every proposal to date: ask for one process. It is computed again from the mesh.
     naive = accelerate.data_loader.prepare_data_loader(
@@ -599,6 +601,7 @@ def test_case_25_mesh_and_data_cut_for_it(name, through):
     for result, (size, index) in zip(per_rank, places):
         assert result["error"] is None
         assert result["ours"] == dealt(length, size, index)
+        assert result["place"] == (size, index)
     # An Accelerate that does not know these names takes the mesh for one rank.
     is_older = not hasattr(accelerate.utils, "ParallelismConfig")
     if through == "function" and is_older == bool({"dp", "fsdp"} & dimensions.keys()):
