@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -224,6 +225,14 @@ def needs_fsdp2() -> None:
 
     if is_torch_version("<", "2.6.0"):
         pytest.skip("FSDP2 needs torch 2.6")
+
+
+def needs_safe_forks() -> None:
+    """Skip a test that begins many workers beside threads that end, where CPython can hang in `os.fork` for that."""
+    import pytest
+
+    if sys.version_info < (3, 11):
+        pytest.skip("CPython 3.10 may hang in a fork while another thread ends")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import sys
 
 import accelerate
 import pytest
+from accelerate.utils import is_torch_version
 
 
 def python(*arguments, folder, **environment) -> subprocess.CompletedProcess:
@@ -171,6 +172,7 @@ def test_children_have_the_patch_too(tmp_path):
 
 
 TRAIN = """
+import os
 import sys
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -182,7 +184,9 @@ sampler = DistributedSampler(range(16), accelerator.num_processes, accelerator.p
 loader = accelerator.prepare(DataLoader(range(16), batch_size=2, sampler=sampler))
 seen = gather_object([sample for batch in loader for sample in batch.tolist()])
 accelerator.print("seen", sorted(seen), sys.argv[1:])
-accelerator.end_training()
+# Without the end that torch makes of a process group: now and then that aborts, or with older versions hangs.
+sys.stdout.flush()
+os._exit(0)
 """
 
 
@@ -218,6 +222,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.skipif(is_torch_version("<", "2.5.0"), reason="torch 2.4 may hang where a process group is destroyed")
 def test_a_loop_that_is_open_when_the_interpreter_ends(tmp_path):
     (tmp_path / "train.py").write_text(LEFT_OPEN)
     process = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", folder=tmp_path)
