@@ -627,6 +627,8 @@ def _be_a_rank(request: dict, rank: int, directory: Path, lines: _Lines) -> None
     ForkingPickler.reducer_override = _reduce_by_value
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
 
+    if sys.hexversion < 0x030B0000:
+        os.fork = _fork_beside_threads(os.fork)
     outcome = _outcome(request, rank, directory)
     if multiprocessing.active_children():
         gc.collect()  # lets the workers of a DataLoader end in order
@@ -638,6 +640,16 @@ def _be_a_rank(request: dict, rank: int, directory: Path, lines: _Lines) -> None
     # sees an error or hangs would depend on chance.
     while True:
         signal.pause()
+
+
+def _fork_beside_threads(fork: Callable[[], int]) -> Callable[[], int]:
+    """CPython 3.10 hangs in the child if another thread is ending at that moment, as those of a loader's last workers do."""
+
+    def fork_later() -> int:
+        time.sleep(0.05)
+        return fork()
+
+    return fork_later
 
 
 def _reduce_by_value(pickler: ForkingPickler, obj: Any) -> Any:

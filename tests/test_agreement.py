@@ -20,6 +20,7 @@ from shared import (
     dealt,
     flat,
     lists,
+    needs_an_end_of_groups,
     needs_parallelism_config,
     raised,
     stand_in_gpus,
@@ -692,6 +693,7 @@ def another_group(fault: str | None) -> tuple:
     itertools.product((2, 3), (None, "same shard", "refused", "absent", "left early")),
 )
 def test_another_process_group(world_size, fault):
+    needs_an_end_of_groups()
     per_rank = run(world_size, another_group, fault, timeout=20.0, env={TIMEOUT_VARIABLE: "2"})
     for rank, (failed, batches, streamed, problems) in enumerate(per_rank):
         assert failed == (fault in ("same shard", "refused") or fault == "absent" and rank > 0)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameterized import parameterized
 from ranks import RankError, run
-from shared import NoLoader, RankBatches, Stream, needs_safe_forks, raised
+from shared import NoLoader, RankBatches, Stream, raised
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -687,8 +687,6 @@ def trained(name, kind, audited):
 def test_training_does_not_notice(name, kind):
     if (name, kind) == ("stateful stream", "accelerate"):
         return  # only rank 0's is read there, and its place is the other test's concern
-    if "workers" in name:
-        needs_safe_forks()
     with_audit = run(2, trained, name, kind, True)
     without = run(2, trained, name, kind, False)
     assert with_audit == without

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils import ProjectConfiguration
 from parameterized import parameterized
 from ranks import Failure, run
-from shared import Remembering, Stream, lists, needs_safe_forks
+from shared import Remembering, Stream, lists
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accelerate_presharded import Accelerator, PreshardedDataLoader
@@ -193,7 +193,6 @@ def test_case_23_the_epoch_comes_back(tmp_path):
 
 # Of a stream and of a sampler: with the recipes of torchdata.
 def test_goes_on_with_workers():
-    needs_safe_forks()
     kind = "stateful list workers"
     expected = run(2, uninterrupted, kind)
     for stop in (2, len(expected[0]) // 3):
