@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shared import needs_an_end_of_groups
+
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def launch(script: str, *options: str, ranks: int = 2) -> str:
+    needs_an_end_of_groups()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     process = subprocess.run(
         [*command, str(EXAMPLES / script), "--cpu", *options],

@@ -232,6 +232,7 @@ def test_a_loop_that_is_open_when_the_interpreter_ends(tmp_path):
 
 @pytest.mark.parametrize("name", ["test_script", "test_sync"])
 def test_the_scripts_that_accelerate_ships_pass_unchanged(tmp_path, name):
+    needs_an_end_of_groups()
     script = os.path.join(os.path.dirname(accelerate.__file__), "test_utils", "scripts", f"{name}.py")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     process = python(*launcher, *RUN, script, folder=tmp_path, ACCELERATE_USE_CPU="true")
