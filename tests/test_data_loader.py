@@ -251,6 +251,23 @@ class TestDevice:
         prepared = accelerator.prepare(loader, already_sharded=True)
         assert [len(batch.moves) for batch in prepared] == [int(placement)] * 2
 
+    # Their device has a number, which the devices of tensors have not.
+    @parameterized.expand([("alone",), ("nested",)])
+    def test_nothing_is_copied_on_ranks_without_gpu(self, kind):
+        assert run(2, addresses, kind) == [(True, True)] * 2
+
+
+def addresses(kind):
+    accelerator = accelerate_presharded.Accelerator(cpu=True)
+    tensor = torch.arange(4)
+    batches = [tensor if kind == "alone" else {"of": [tensor]}]
+    loader = accelerator.prepare(
+        DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch), already_sharded=True
+    )
+    [batch] = loader
+    found = batch if kind == "alone" else batch["of"][0]
+    return loader.device.index is not None, found.data_ptr() == tensor.data_ptr()
+
 
 class TestEnd:
     @parameterized.expand(list(itertools.product((0, 1, 2, 5), ("batches", "stream", "workers", "no loader"))))

@@ -156,6 +156,9 @@ class PreshardedDataLoader(DataLoaderShard):
         batches = source.start
         # Once a batch, in every training loop there is: nothing is looked up or made here that need not be.
         device, non_blocking = self.device, self._non_blocking
+        if device is not None and torch.device(device).type == "cpu":
+            # The device of a rank without GPU has a number, and torch copies a tensor to it that is there already.
+            device = torch.device("cpu")
         for batch, is_last, is_replay, ends_own, mark in self._steps(source):
             self._count = counter.count(batch, is_replay, ends_own)
             # A tensor that is there already would come back as it is.

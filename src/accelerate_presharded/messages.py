@@ -49,7 +49,7 @@ class _Room:
 
     def note(self, size: int) -> None:
         # A little more, so that it need not be exactly as much again.
-        size = _aligned(size, max(_ALIGNMENT, 2 ** max(0, size.bit_length() - 4)))
+        size = _aligned(size, max(_ALIGNMENT, 2 ** max(0, size.bit_length() - 7)))
         self._followers[self._last] = size
         self._last = size.bit_length()
         self.size = self._followers.get(self._last, size)
