@@ -278,7 +278,7 @@ class Example:
     as_objects: bool = False
     workers: int = 0
     persistent_workers: bool = False
-    patience: int | None = None  # after how many words the ranks speak of more steps at once; by the clock if `None`
+    patience: int | None = None  # after how many steps the ranks speak of more steps at once; by the clock if `None`
 
 
 class Step(NamedTuple):

@@ -4,6 +4,7 @@
 import contextlib
 import itertools
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -54,11 +55,11 @@ class Remembering(Stream):
 
 @contextlib.contextmanager
 def in_blocks(patience: int | None):
-    """The ranks of a stream speak of more steps at once after so many words, as if words took all their time."""
+    """The ranks of a stream speak of more steps at once after so many steps, however long steps take."""
     if patience is None:
         yield
         return
-    with mock.patch.multiple("accelerate_presharded.channel", _PATIENCE=patience, _SHARE=-1.0):
+    with mock.patch.multiple("accelerate_presharded.channel", _PATIENCE=patience, _SOON=math.inf, _AHEAD=0):
         yield
 
 

@@ -371,7 +371,7 @@ def test_unknown_counts_take_one_short_word_a_step(lengths, drop_last):
         # One for each step, and one that tells that there is no other.
         assert result["calls"] == ["all_reduce"] * (result["steps"] + 1)
         ((number, is_float, is_async),) = set(result["sums"])
-        assert number < 100 and not is_float and is_async
+        assert number < 300 and not is_float and is_async
         assert result["groups"] == 1
         assert not result["default group"]
         assert result["backends"] == ["gloo"]
@@ -440,10 +440,10 @@ def in_blocks_of(kind: str, numbers: list[int], patience: int) -> tuple:
 
 @parameterized.expand(
     [
-        # One word about 1 step, one about 4, one about 16, and then about 64 each.
-        ("small", 1000, 1 + 1 + 1 + 16, 3 * 64),
+        # One word about 1 step, one about 4, one about 16, one about 64, and then about 256 each.
+        ("small", 1000, 4 + 4, 3 * 256),
         # All are full, so it takes one more to say that there is no other step.
-        ("small", 1 + 4 + 16 + 2 * 64, 3 + 2 + 1, 3 * 64),
+        ("small", 1 + 4 + 16 + 64 + 2 * 256, 4 + 2 + 1, 3 * 256),
         # Three blocks of 16 batches would take 48 of the 32 megabytes.
         ("a megabyte", 40, 1 + 10, 3 * 4),
         ("opaque", 40, 40 + 1, 3),
@@ -469,12 +469,24 @@ def test_blocks_of_uneven_ranks(patience, numbers):
         assert steps == max(numbers)
 
 
-def test_one_rank_to_which_words_are_cheap_is_enough():
+def test_it_takes_all_ranks_to_speak_of_more_steps_at_once():
     def of_ranks():
         return in_blocks_of("small", [40, 40], 10**9 if dist.get_rank() else 0)
 
-    # It takes all of them to speak of more steps at once.
     assert [words for _, words, _ in run(2, of_ranks)] == [41, 41]
+
+
+def words_of_long_steps(seconds: float, steps: int) -> int:
+    loader = Accelerator(cpu=True).prepare(Counting("small", steps), already_sharded=True)
+    with mock.patch("accelerate_presharded.channel._PATIENCE", 0), noted_sums() as sums:
+        for _ in loader:
+            time.sleep(seconds)
+    return len(sums)
+
+
+def test_long_steps_are_spoken_of_one_by_one():
+    # However fast the words before the first of them follow each other.
+    assert run(2, words_of_long_steps, 0.06, 12) == [13, 13]
 
 
 class Endless:

@@ -20,11 +20,14 @@ from .agreement import empty_message, report, reports
 
 
 # How many steps one word may be about.
-_LONGEST = 64
-# By how much that number changes at once, and after how many words at the earliest.
+_LONGEST = 256
+# By how much that number changes at once, and after how many steps at the earliest.
 _FACTOR, _PATIENCE = 4, 16
-# Which part of a rank's time its words may take before they are said of more steps at once.
-_SHARE = 0.01
+# How many words are said before the first step, see `together`.
+_AHEAD = 3
+# How soon after a word the next one comes, in seconds, where they are said of more steps at once. A word is a hundredth of
+# that, and nobody reads ahead for longer than a few times as much.
+_SOON = 0.05
 # How many bytes of batches a rank may hold for that, in the three blocks that it has read.
 MOST_BYTES = 2**25
 
@@ -87,9 +90,8 @@ class Turn:
     One pass in which the ranks speak over a [`Channel`].
 
     A word is about `size` steps, in a first pass about one to begin with, and about fewer where a rank has not read as
-    many. Where words take more than a hundredth of every rank's time, they are said of more steps at once, as long as
-    what has to be read ahead for that is small on every rank. All ranks learn of that with the word itself, and change
-    together.
+    many. Where words follow each other fast, they are said of more steps at once, as long as what has to be read ahead
+    for that is small on every rank. All ranks learn of that with the word itself, and change together.
 
     Args:
         channel ([`Channel`]): Over which to speak.
@@ -113,7 +115,7 @@ class Turn:
         self._loader = loader
         self._open = True
         self._first: int | None = None
-        self._begin_size()
+        self._num_words, self._since = -_AHEAD, time.perf_counter()
 
     def say(
         self,
@@ -143,11 +145,7 @@ class Turn:
             steps[failed_at] = failed
         elif is_empty:
             report(self._channel.num_words, "empty")
-        started = time.perf_counter()
-        word = self._send(steps=steps, grows=self._would_grow(weight))
-        self._spent += time.perf_counter() - started
-        self._num_words += 1
-        return word
+        return self._send(steps=steps, grows=self._would_grow(weight))
 
     def fail(self, error: Exception) -> None:
         """Say that this rank cannot go on, instead of the next word, unless the pass is over or others are to blame."""
@@ -200,14 +198,12 @@ class Turn:
             `ValueError`: A rank has no batch at all while others have some.
         """
         world_size = self._channel.world_size
-        started = time.perf_counter()
         try:
             word.work.wait()
         except RuntimeError:
             # It may be from a signal handler, by which torch reports the death of a worker, and not from the group.
             self._complain_if_gone(word)
             raise
-        self._spent += time.perf_counter() - started
         left, marks, grow, *steps = word.sums.tolist()
         if left:
             self._open = False
@@ -230,7 +226,6 @@ class Turn:
                 raise ValueError(empty_message(self._loader, empty, full))
         if grow == world_size and word.size == self.size < _LONGEST:
             self.size *= _FACTOR
-            self._begin_size()
         return holders, failed_at
 
     def failure(self, word: Word) -> RuntimeError:
@@ -247,13 +242,14 @@ class Turn:
                 f"{self._loader}: a rank has gone before the ranks could agree on the next step. Its own output says why."
             ) from error
 
-    def _begin_size(self) -> None:
-        self._num_words, self._spent, self._since = 0, 0.0, time.perf_counter()
-
     def _would_grow(self, weight: float) -> bool:
-        if self._num_words < _PATIENCE or 3 * self.size * _FACTOR * weight > MOST_BYTES:
+        self._num_words += 1
+        if 0 < self._num_words <= _PATIENCE // self.size:
             return False
-        return self._spent > _SHARE * (time.perf_counter() - self._since)
+        now = time.perf_counter()
+        is_soon = 0 < self._num_words and now - self._since < _SOON * self._num_words
+        self._num_words, self._since = min(self._num_words, 0), now
+        return is_soon and 3 * self.size * _FACTOR * weight <= MOST_BYTES
 
     def _send(self, steps: Sequence[int] = (), leaves: bool = False, grows: bool = False) -> Word:
         number = self._channel.num_words
