@@ -476,6 +476,21 @@ def test_it_takes_all_ranks_to_speak_of_more_steps_at_once():
     assert [words for _, words, _ in run(2, of_ranks)] == [41, 41]
 
 
+def words_of_passes(patience: int, steps: int, passes: int) -> list[int]:
+    loader = Accelerator(cpu=True).prepare(Counting("small", steps), already_sharded=True)
+    words = []
+    for _ in range(passes):
+        with in_blocks(patience), noted_sums() as sums:
+            list(loader)
+        words.append(len(sums))
+    return words
+
+
+def test_short_passes_are_timed_together():
+    # The 17th word about one step is the sixth of the second pass, and the fifth about four is the last of the third.
+    assert run(2, words_of_passes, 16, 10, 4) == [[11, 6 + 1 + 1, 3, 1]] * 2
+
+
 def words_of_long_steps(seconds: float, steps: int) -> int:
     loader = Accelerator(cpu=True).prepare(Counting("small", steps), already_sharded=True)
     with mock.patch("accelerate_presharded.channel._PATIENCE", 0), noted_sums() as sums:

@@ -71,9 +71,13 @@ class Pace:
 
     Args:
         size (`int`, *optional*, defaults to 1): About how many steps they speak at once.
+        num_words (`int`, *optional*, defaults to 0): How many words of that size have been timed.
+        seconds (`float`, *optional*, defaults to 0): How long they took.
     """
 
     size: int = 1
+    num_words: int = 0
+    seconds: float = 0.0
 
 
 class Word(NamedTuple):
@@ -115,7 +119,9 @@ class Turn:
         self._loader = loader
         self._open = True
         self._first: int | None = None
-        self._num_words, self._since = -_AHEAD, time.perf_counter()
+        # Those are not timed.
+        self._num_ahead = _AHEAD
+        self._num_words, self._since = pace.num_words, time.perf_counter() - pace.seconds
 
     def say(
         self,
@@ -165,8 +171,9 @@ class Turn:
     def end(self) -> None:
         """Note that the pass comes to its end on all ranks, so nothing more is said."""
         self._open = False
-        # The same on all of them, since they have heard the same words.
-        self._pace.size = self.size
+        # The same size and number on all of them, since they have heard the same words.
+        self._pace.size, self._pace.num_words = self.size, self._num_words
+        self._pace.seconds = time.perf_counter() - self._since
 
     def leave(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Say that this rank goes on no further, if the pass has not come to its end."""
@@ -243,12 +250,16 @@ class Turn:
             ) from error
 
     def _would_grow(self, weight: float) -> bool:
-        self._num_words += 1
-        if 0 < self._num_words <= _PATIENCE // self.size:
-            return False
         now = time.perf_counter()
-        is_soon = 0 < self._num_words and now - self._since < _SOON * self._num_words
-        self._num_words, self._since = min(self._num_words, 0), now
+        if self._num_ahead:
+            self._num_ahead -= 1
+            self._since = now - self._pace.seconds
+            return False
+        self._num_words += 1
+        if self._num_words <= _PATIENCE // self.size:
+            return False
+        is_soon = now - self._since < _SOON * self._num_words
+        self._num_words, self._since = 0, now
         return is_soon and 3 * self.size * _FACTOR * weight <= MOST_BYTES
 
     def _send(self, steps: Sequence[int] = (), leaves: bool = False, grows: bool = False) -> Word:
