@@ -108,7 +108,7 @@ class _LoadHook(_Hook):
 
 def _every_rank_has_found(problem: str | None, folder: str) -> bool:
     what = f"The state of the already sharded loaders in {folder}"
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_available() and dist.is_initialized() and PartialState().num_processes > 1:
         return agree_on_loading(what, problem)
     if problem:
         raise ValueError(f"{what} cannot be loaded, and nothing was. {problem}")
