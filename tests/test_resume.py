@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import ProjectConfiguration
 from parameterized import parameterized
@@ -189,6 +190,28 @@ def test_case_23_the_epoch_comes_back(tmp_path):
         sampler.set_epoch(2)
         order = list(sampler)
         assert steps == [order[start : start + 2] for start in range(0, 7, 2)]
+
+
+def one_process_in_a_group(folder: str) -> tuple:
+    """Without a GPU and without being told so, Accelerate takes each process that a launcher starts for the only one."""
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(range(6), batch_size=2), already_sharded=True)
+    for _ in loader:
+        break
+    folder = f"{folder}/{dist.get_rank()}"
+    accelerator.save_state(folder)
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(range(6), batch_size=2), already_sharded=True)
+    # The other process has come to its end by then, or does something else.
+    if dist.get_rank() == 0:
+        accelerator.load_state(folder)
+    return accelerator.num_processes, loader.batches_yielded
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the processes are ranks")
+def test_nobody_waits_for_ranks_of_which_accelerate_does_not_know(tmp_path):
+    env = {"ACCELERATE_USE_CPU": None, "ACCELERATE_PRESHARDED_TIMEOUT": "2"}
+    assert run(2, one_process_in_a_group, str(tmp_path), env=env) == [(1, 1), (1, 0)]
 
 
 # Of a stream and of a sampler: with the recipes of torchdata.

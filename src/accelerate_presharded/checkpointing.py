@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.state import PartialState
 
-from .agreement import agree_on_loading
+from .agreement import agree_on_loading, can_speak
 from .data_loader import PreshardedDataLoader
 from .progress import reason_of
 
@@ -108,7 +107,8 @@ class _LoadHook(_Hook):
 
 def _every_rank_has_found(problem: str | None, folder: str) -> bool:
     what = f"The state of the already sharded loaders in {folder}"
-    if dist.is_available() and dist.is_initialized() and PartialState().num_processes > 1:
+    state = PartialState()
+    if can_speak(state.num_processes, state.process_index):
         return agree_on_loading(what, problem)
     if problem:
         raise ValueError(f"{what} cannot be loaded, and nothing was. {problem}")
