@@ -20,13 +20,13 @@ from .agreement import empty_message, report, reports
 
 
 # How many steps one word may be about.
-_LONGEST = 256
+_LONGEST = 64
 # By how much that number changes at once, and after how many steps at the earliest.
 _FACTOR, _PATIENCE = 4, 16
 # How many words are said before the first step, see `together`.
 _AHEAD = 3
-# How soon after a word the next one comes, in seconds, where they are said of more steps at once. A word is a hundredth of
-# that, and nobody reads ahead for longer than a few times as much.
+# How soon after a word the next one comes, in seconds, where they are said of more steps at once. A word takes less than a
+# hundredth of that.
 _SOON = 0.05
 # How many bytes of batches a rank may hold for that, in the three blocks that it has read.
 MOST_BYTES = 2**25
