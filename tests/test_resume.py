@@ -192,9 +192,11 @@ def test_case_23_the_epoch_comes_back(tmp_path):
         assert steps == [order[start : start + 2] for start in range(0, 7, 2)]
 
 
-def one_process_in_a_group(folder: str) -> tuple:
+def one_process_in_a_group(folder: str) -> tuple | None:
     """Without a GPU and without being told so, Accelerate takes each process that a launcher starts for the only one."""
     accelerator = Accelerator()
+    if accelerator.num_processes > 1:
+        return None
     loader = accelerator.prepare(DataLoader(range(6), batch_size=2), already_sharded=True)
     for _ in loader:
         break
@@ -211,7 +213,10 @@ def one_process_in_a_group(folder: str) -> tuple:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the processes are ranks")
 def test_nobody_waits_for_ranks_of_which_accelerate_does_not_know(tmp_path):
     env = {"ACCELERATE_USE_CPU": None, "ACCELERATE_PRESHARDED_TIMEOUT": "2"}
-    assert run(2, one_process_in_a_group, str(tmp_path), env=env) == [(1, 1), (1, 0)]
+    found = run(2, one_process_in_a_group, str(tmp_path), env=env)
+    if found == [None, None]:
+        pytest.skip("this Accelerate asks the process group")
+    assert found == [(1, 1), (1, 0)]
 
 
 # Of a stream and of a sampler: with the recipes of torchdata.
