@@ -53,13 +53,35 @@ class Remembering(Stream):
         self.start = self.position = state["position"]
 
 
+class RememberingLive(Remembering):
+    """Its state is the very dictionary in which it counts on."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.state = {"positions": [0]}
+
+    def __iter__(self):
+        self.state["positions"][0], self.start = self.start, 0
+        while self.state["positions"][0] < len(self.items):
+            self.state["positions"][0] += 1
+            yield self.items[self.state["positions"][0] - 1]
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.start = self.state["positions"][0] = state["positions"][0]
+
+
 @contextlib.contextmanager
 def in_blocks(patience: int | None):
     """The ranks of a stream speak of more steps at once after so many steps, however long steps take."""
     if patience is None:
         yield
         return
-    with mock.patch.multiple("accelerate_presharded.channel", _PATIENCE=patience, _SOON=math.inf, _AHEAD=0):
+    with mock.patch.multiple(
+        "accelerate_presharded.channel", _PATIENCE=patience, _SOON=math.inf, _LATE=math.inf, _AHEAD=0
+    ):
         yield
 
 

@@ -9,6 +9,7 @@ import tracemalloc
 import warnings
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from shared import (
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from accelerate_presharded import Accelerator, DataLoaderConfiguration
+from accelerate_presharded.channel import MOST_BYTES
 
 
 PROMPT = 15.0  # seconds
@@ -221,25 +223,85 @@ class TestReplay:
 
     @parameterized.expand([([1, 2],), ([1, 4],), ([3, 2, 5],), ([2, 3, 2],), ([2, 5, 3, 3],)])
     def test_of_what_can_be_read_once_only(self, counts):
-        def once(counts):
+        def once(counts, patience):
             accelerator = Accelerator(cpu=True)
             items = items_of(accelerator.process_index, counts[accelerator.process_index])
             loader = accelerator.prepare(DataLoader(Stream(iter(items)), batch_size=1), already_sharded=True)
             steps = []
             start = time.monotonic()
-            error = raised(lambda: [steps.append(batch) for batch in loader])
+            with in_blocks(patience):
+                error = raised(lambda: [steps.append(batch) for batch in loader])
             return error, len(steps), time.monotonic() - start
 
-        per_rank = run(len(counts), once, counts, timeout=20.0)
-        for rank, (error, steps, seconds) in enumerate(per_rank):
-            assert error is not None, f"rank {rank} has not heard of it"
-            assert error[0] == "RuntimeError"
-            assert "yields none when it is iterated again" in error[1]
-            assert "even_batches=False" in error[1]
-            if counts[rank] == max(counts):
-                assert any(f"rank {other} raised" in error[1] for other in range(len(counts)) if other != rank)
-            assert steps >= min(counts) - 1  # it is read ahead
-            assert seconds < PROMPT
+        for patience in (None, 0):
+            per_rank = run(len(counts), once, counts, patience, timeout=20.0)
+            for rank, (error, steps, seconds) in enumerate(per_rank):
+                assert error is not None, f"rank {rank} has not heard of it"
+                assert error[0] == "RuntimeError"
+                assert "yields none when it is iterated again" in error[1]
+                assert "even_batches=False" in error[1]
+                if counts[rank] == max(counts):
+                    assert any(f"rank {other} raised" in error[1] for other in range(len(counts)) if other != rank)
+                # Where the first rank has come to its end, and nowhere earlier.
+                assert steps == min(counts)
+                assert seconds < PROMPT
+
+
+class FailingReplay(Batches):
+    """Cannot read one of the batches that it repeats, once."""
+
+    def __init__(self, items: list[int], at: int):
+        super().__init__(items)
+        self.at = at
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            if self.begun > 1:
+                if self.at == 0:
+                    self.at = -1
+                    raise OSError("the disk is full")
+                self.at -= 1
+            yield batch
+
+
+def pass_with_a_failing_replay(counts: list[int], at: int, patience: int | None) -> tuple:
+    accelerator = Accelerator(cpu=True)
+    items = items_of(accelerator.process_index, 2 * counts[accelerator.process_index])
+    source = FailingReplay(items, at) if accelerator.process_index == 0 else Batches(items)
+    loader = accelerator.prepare(source, already_sharded=True)
+    with in_blocks(patience):
+        passes = []
+        for _ in range(3):
+            steps = []
+            error = raised(lambda steps=steps: [steps.append(batch.tolist()) for batch in loader])
+            passes.append((error, steps))
+    return passes, loader._pace.size
+
+
+@parameterized.expand(
+    itertools.product(([2, 9], [2, 150], [30, 200], [3, 90, 20], [80, 100]), (0, 1, 4, 14), (None, 0, 1))
+)
+def test_a_replay_that_cannot_be_read(counts, at, patience):
+    per_rank = run(len(counts), pass_with_a_failing_replay, counts, at, patience, timeout=30.0)
+    own = [batches_of(items_of(rank, 2 * count)) for rank, count in enumerate(counts)]
+    expected = expected_steps(own, True, False)
+    # The first rank has taken so many steps until then, and so have all others. It has none to repeat a batch in
+    # between: the first has the fewest.
+    until = counts[0] + at
+    fails = until < max(counts)
+    for rank, ((first, *others), size) in enumerate(per_rank):
+        error, steps = first
+        if not fails:
+            assert error is None
+            assert steps == expected[rank]
+            continue
+        assert steps == expected[rank][:until]
+        assert error[1] == "the disk is full" if rank == 0 else "rank 0 raised OSError: the disk is full" in error[1]
+        # The ranks go on in step.
+        for number, (error, steps) in enumerate(others):
+            assert error is None
+            assert steps == expected[rank]
+        assert size == per_rank[0][1]
 
 
 def test_once_only_is_enough_where_all_are_even():
@@ -408,11 +470,19 @@ class Opaque:
     """A batch of which nobody can say how much memory it takes."""
 
 
+def sparse(number: int) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.tensor([float(number)]), (2, 2))
+
+
 BATCHES = {
     "small": lambda number: torch.full((1,), number),
     "a megabyte": lambda number: torch.full((2**20,), number % 256, dtype=torch.uint8),
     "mostly small": lambda number: torch.zeros(2**23 if 100 <= number < 130 else 1, dtype=torch.uint8),
     "opaque": lambda number: Opaque(),
+    # None of those says how much memory it takes.
+    "sparse": sparse,
+    "sparse among others": lambda number: {"features": [sparse(number)], "label": torch.zeros(1)},
+    "objects": lambda number: numpy.array([Opaque()], dtype=object),
 }
 
 
@@ -447,6 +517,9 @@ def in_blocks_of(kind: str, numbers: list[int], patience: int) -> tuple:
         # Three blocks of 16 batches would take 48 of the 32 megabytes.
         ("a megabyte", 40, 1 + 10, 3 * 4),
         ("opaque", 40, 40 + 1, 3),
+        ("sparse", 40, 40 + 1, 3),
+        ("sparse among others", 40, 40 + 1, 3),
+        ("objects", 40, 40 + 1, 3),
     ]
 )
 def test_words_about_many_steps(kind, number, words, most):
@@ -461,6 +534,65 @@ def test_words_about_fewer_steps_when_batches_grow():
         assert max(ahead[:40]) > 16
         # Of 8 megabytes each, the fifth is more than the 32 that are held.
         assert max(ahead[115:124]) <= 5
+
+
+MEGABYTE = 2**20
+
+
+class Weighing:
+    """Yields batches of these sizes, and keeps a state of these, all in bytes."""
+
+    def __init__(self, batches: list[int], states: list[int]):
+        self.batches, self.states, self.position = batches, states, 0
+
+    def __iter__(self):
+        for self.position, size in enumerate(self.batches, start=1):
+            yield numpy.zeros(size, dtype=numpy.uint8)
+
+
+class WeighingWithState(Weighing):
+    def state_dict(self):
+        return {"payload": numpy.zeros(self.states[self.position - 1], dtype=numpy.uint8)}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def most_held(batches: list[list[int]], states: list[int] | None) -> tuple[int, int]:
+    """The steps of a pass, and how many bytes were held at most before one."""
+    accelerator = Accelerator(cpu=True)
+    own = batches[accelerator.process_index]
+    source = Weighing(own, []) if states is None else WeighingWithState(own, states)
+    loader = accelerator.prepare(source, already_sharded=True)
+    held = []
+    tracemalloc.start()
+    try:
+        with in_blocks(0):
+            for _ in loader:
+                held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    return len(held), max(held)
+
+
+@parameterized.expand(
+    [
+        # Small at first, so that the ranks come to speak of many steps at once.
+        ("batches that grow", [[1] * 100 + [MEGABYTE] * 100] * 2, None),
+        ("batches that jump", [[1] * 100 + [8 * MEGABYTE, 1, 1] * 30] * 2, None),
+        # A replay begins with the first ones.
+        ("replays", [[8 * MEGABYTE] * 12 + [1] * 60, [1] * 200], None),
+        ("states", [[1] * 200] * 2, [1] * 100 + [MEGABYTE] * 100),
+    ]
+)
+def test_what_is_read_ahead_is_bounded(_, batches, states):
+    largest = max(*itertools.chain(*batches), *(states or [0]))
+    per_rank = run(2, most_held, batches, states)
+    assert max(held for _, held in per_rank) > 2 * MEGABYTE
+    for steps, held in per_rank:
+        assert steps == max(map(len, batches))
+        # Beside what is held, the batch that is yielded, the one read last, and what Python itself needs.
+        assert held < MOST_BYTES + 2 * largest + MEGABYTE
 
 
 @parameterized.expand(itertools.product((0, 1, 3), ([90, 90], [90, 7], [1, 90], [30, 31], [5, 21, 20])))
@@ -502,6 +634,58 @@ def words_of_long_steps(seconds: float, steps: int) -> int:
 def test_long_steps_are_spoken_of_one_by_one():
     # However fast the words before the first of them follow each other.
     assert run(2, words_of_long_steps, 0.06, 12) == [13, 13]
+
+
+class Slow(Counting):
+    def __init__(self, number: int, seconds: float):
+        super().__init__("small", number)
+        self.seconds = seconds
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            time.sleep(self.seconds)
+            yield batch
+
+
+def drawn_of_a_slow_pass() -> list[int]:
+    """How many batches were read before each of the first steps of a pass in which that takes long, behind a fast one."""
+    source = Slow(300, 0.0)
+    loader = Accelerator(cpu=True).prepare(source, already_sharded=True)
+    with in_blocks(0):
+        list(loader)
+    source.seconds, source.number, source.drawn = 0.03, 20, 0
+    return [source.drawn for _ in loader]
+
+
+def test_nobody_waits_for_many_slow_batches():
+    for drawn in run(2, drawn_of_a_slow_pass):
+        # Within a twentieth of a second it reads two, so two for each of two words before the first step, and with each
+        # step one, or two for a word.
+        assert all(number <= 5 + 2 * step for step, number in enumerate(drawn))
+        assert drawn[-1] == 20
+
+
+def ahead_of_long_steps(late: float) -> list[int]:
+    """How far was read ahead in the long steps of a pass, behind one with short steps."""
+    source = Counting("small", 700)
+    loader = Accelerator(cpu=True).prepare(source, already_sharded=True)
+    with in_blocks(0):
+        list(loader)
+    source.drawn, ahead = 0, []
+    with mock.patch("accelerate_presharded.channel._LATE", late):
+        for step, _ in enumerate(loader):
+            ahead.append(source.drawn - step)
+            time.sleep(0.002)
+    return ahead
+
+
+def test_long_steps_are_spoken_of_one_by_one_behind_short_ones():
+    # Five blocks of 64 steps have been read when the ranks know how long they take; with those of 16 and 4 it is the same.
+    for ahead in run(2, ahead_of_long_steps, 0.001):
+        assert max(ahead[:64]) > 100
+        assert max(ahead[500:]) <= 3
+    for ahead in run(2, ahead_of_long_steps, 60.0):
+        assert max(ahead[500:600]) > 100
 
 
 class Endless:

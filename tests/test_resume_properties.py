@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parameterized import parameterized
 from ranks import Failure, run
-from shared import Remembering, Stream, in_blocks
+from shared import Remembering, RememberingLive, Stream, in_blocks
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -22,7 +22,17 @@ from accelerate_presharded import Accelerator
 
 
 EXAMPLES = int(os.environ.get("PRESHARDED_EXAMPLES", 500)) // 60
-KINDS = ("distributed", "shuffled", "generator", "stream", "remembering", "stateful", "stateful list")
+KINDS = (
+    "distributed",
+    "shuffled",
+    "generator",
+    "stream",
+    "remembering",
+    "remembering live",
+    "stateful",
+    "stateful live",
+    "stateful list",
+)
 EPOCHS = 2
 
 
@@ -79,10 +89,11 @@ def make(example: Example, rank: int, world_size: int) -> DataLoader:
         return DataLoader(items, shuffle=True, generator=torch.Generator().manual_seed(rank), **options)
     if kind == "stream":
         return DataLoader(Stream(items), **options)
-    if kind == "remembering":
-        return DataLoader(Remembering(items), **options)
-    if kind == "stateful":
-        return StatefulDataLoader(Remembering(items), **options)
+    dataset = RememberingLive if "live" in kind else Remembering
+    if kind.startswith("remembering"):
+        return DataLoader(dataset(items), **options)
+    if kind in ("stateful", "stateful live"):
+        return StatefulDataLoader(dataset(items), **options)
     return (StatefulDataLoader if kind == "stateful list" else DataLoader)(items, shuffle=True, **options)
 
 

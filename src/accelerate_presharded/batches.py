@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sized
 from numbers import Number
 from typing import Any
@@ -57,12 +58,14 @@ def weight_of(batch: Any) -> float:
     Returns:
         `float`: Roughly how many bytes; infinity if there is anything else in it, or too much to look at.
     """
+    if type(batch) is torch.Tensor:
+        return _bytes_of(batch)
     total, parts = 0, [batch]
     for number, part in enumerate(parts):  # grows while it is gone through
         if isinstance(part, (torch.Tensor, numpy.ndarray)):
-            total += part.nbytes
+            total += _bytes_of(part)
         elif isinstance(part, (str, bytes)):
-            total += len(part)
+            total += sys.getsizeof(part)
         elif isinstance(part, Number) or part is None:
             total += 8
         elif isinstance(part, (Mapping, list, tuple)) and number + len(part) < _MOST_PARTS:
@@ -70,3 +73,13 @@ def weight_of(batch: Any) -> float:
         else:
             return math.inf
     return total
+
+
+def _bytes_of(array: torch.Tensor | numpy.ndarray) -> float:
+    if isinstance(array, numpy.ndarray) and array.dtype.hasobject:
+        return math.inf
+    try:
+        return array.nbytes
+    except Exception:
+        # A sparse tensor does not say, and a tensor of another kind may not either.
+        return math.inf

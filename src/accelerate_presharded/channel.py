@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import gc
 import itertools
 import sys
@@ -20,16 +21,33 @@ from .agreement import empty_message, report, reports
 
 
 # How many steps one word may be about.
-_LONGEST = 64
+LONGEST = 64
 # By how much that number changes at once, and after how many steps at the earliest.
 _FACTOR, _PATIENCE = 4, 16
 # How many words are said before the first step, see `together`.
 _AHEAD = 3
-# How soon after a word the next one comes, in seconds, where they are said of more steps at once. A word takes less than a
-# hundredth of that.
-_SOON = 0.05
-# How many bytes of batches a rank may hold for that, in the three blocks that it has read.
+# How soon after a word the next one comes, in seconds, where they are said of more steps at once, and of fewer. A word
+# takes less than a hundredth of the first.
+_SOON, _LATE = 0.05, 0.8
+# How many bytes of batches a rank may hold for that.
 MOST_BYTES = 2**25
+
+
+class Has(enum.Enum):
+    """What a rank has for a step: a batch of its own, one that it repeats, none, or one that could not be read."""
+
+    OWN = enum.auto()
+    REPLAY = enum.auto()
+    NOTHING = enum.auto()
+    FAILED = enum.auto()
+
+
+class Heard(NamedTuple):
+    """How many ranks have a batch of their own for a step, one that they repeat, and one that could not be read."""
+
+    own: int
+    replays: int = 0
+    failed: int = 0
 
 
 class Channel:
@@ -81,10 +99,9 @@ class Pace:
 
 
 class Word(NamedTuple):
-    """What was said: its number among all words, about how many steps, the sums to be, and the sums on their way."""
+    """What was said: its number among all words, the sums to be, and the sums on their way."""
 
     number: int
-    size: int
     sums: torch.Tensor
     work: dist.Work
 
@@ -95,7 +112,8 @@ class Turn:
 
     A word is about `size` steps, in a first pass about one to begin with, and about fewer where a rank has not read as
     many. Where words follow each other fast, they are said of more steps at once, as long as what has to be read ahead
-    for that is small on every rank. All ranks learn of that with the word itself, and change together.
+    for that is small on every rank, and of fewer again where they follow each other slowly. All ranks learn of that with
+    the word itself, and change together.
 
     Args:
         channel ([`Channel`]): Over which to speak.
@@ -106,6 +124,7 @@ class Turn:
     **Available attributes:**
 
         - **size** (`int`) -- About how many steps the next word is.
+        - **seconds** (`float`) -- For how long to read batches before it is said, if there is one at least.
     """
 
     # Passes are told apart modulo this.
@@ -113,45 +132,43 @@ class Turn:
 
     def __init__(self, channel: Channel, number: int, loader: str, pace: Pace):
         self.size = pace.size
+        self.seconds = _SOON
         self._pace = pace
         self._channel = channel
-        self._mark = number % self._TURNS
+        self._pass = number % self._TURNS
         self._loader = loader
         self._open = True
         self._first: int | None = None
+        # What a rank has for a step is one digit of a number, so that the sum over all ranks counts each of them.
+        base = channel.world_size + 1
+        self._digits = {Has.NOTHING: 0, Has.OWN: 1, Has.REPLAY: base, Has.FAILED: base**2}
+        self._unknown = base**3
         # Those are not timed.
         self._num_ahead = _AHEAD
         self._num_words, self._since = pace.num_words, time.perf_counter() - pace.seconds
 
     def say(
-        self,
-        has: list[bool],
-        failed_at: int | None = None,
-        error: Exception | None = None,
-        is_empty: bool = False,
-        weight: float = 0,
+        self, steps: Sequence[Has], error: Exception | None = None, is_empty: bool = False, weight: float = 0
     ) -> Word:
         """
-        Say for which of the next steps, of which nothing was said, this rank has a batch.
+        Say what this rank has for the next of the steps that have not been taken.
 
         Args:
-            has (`list[bool]`): One entry for each step that it knows of, at least one and up to `size`.
-            failed_at (`int`, *optional*): For which of them the batch could not be read.
-            error (`Exception`, *optional*): Why.
+            steps (`Sequence[Has]`): One entry for each step that it knows of, at least one, and up to `LONGEST`.
+            error (`Exception`, *optional*): Why a batch could not be read.
             is_empty (`bool`, *optional*, defaults to `False`): Whether this rank has no batch at all.
             weight (`float`, *optional*, defaults to 0): How many bytes a batch takes.
 
         Returns:
             [`Word`]: What [`~Turn.hear`] waits for.
         """
-        failed, unknown = self._channel.world_size + 1, (self._channel.world_size + 1) ** 2
-        steps = [int(each) for each in has] + [unknown] * (self.size - len(has))
-        if failed_at is not None:
+        if Has.FAILED in steps:
             report(self._channel.num_words, _reason(error))
-            steps[failed_at] = failed
         elif is_empty:
             report(self._channel.num_words, "empty")
-        return self._send(steps=steps, grows=self._would_grow(weight))
+        entries = [self._digits[each] for each in steps]
+        entries += [self._unknown] * (LONGEST - len(entries))
+        return self._send(entries, changes=self._change(weight))
 
     def fail(self, error: Exception) -> None:
         """Say that this rank cannot go on, instead of the next word, unless the pass is over or others are to blame."""
@@ -161,7 +178,7 @@ class Turn:
         # A dying worker makes torch raise an error from a signal handler, so one more may come in here.
         for attempt in (
             lambda: report(self._channel.num_words, _reason(error)),
-            lambda: self._send(steps=[self._channel.world_size + 1]),
+            lambda: self._send(leaves=True),
         ):
             for _ in range(3):
                 with contextlib.suppress(Exception):
@@ -189,7 +206,7 @@ class Turn:
             report(self._channel.num_words, "left its loop")
             self._send(leaves=True)
 
-    def hear(self, word: Word) -> tuple[list[int], int | None]:
+    def hear(self, word: Word) -> list[Heard]:
         """
         Wait for the word of all ranks about some steps.
 
@@ -197,8 +214,7 @@ class Turn:
             word ([`Word`]): What [`~Turn.say`] returned for them.
 
         Returns:
-            `tuple[list[int], int | None]`: How many ranks have a batch for each of the steps that all ranks know of,
-            and which is the first of them that some rank has failed to read.
+            `list[Heard]`: One entry for each of the steps that all ranks know of, at least one.
 
         Raises:
             `RuntimeError`: A rank has left, is in another pass, or is gone.
@@ -211,29 +227,31 @@ class Turn:
             # It may be from a signal handler, by which torch reports the death of a worker, and not from the group.
             self._complain_if_gone(word)
             raise
-        left, marks, grow, *steps = word.sums.tolist()
+        left, marks, grow, shrink, *sums = word.sums.tolist()
         if left:
             self._open = False
             raise self.failure(word)
-        if marks != self._mark * world_size:
+        if marks != self._mark() * world_size:
             self._open = False
             raise RuntimeError(
                 f"{self._loader}: the ranks are not in the same pass, so a rank must have left its loop early while "
                 "others went on. Leave it on all ranks at the same step, or pass `even_batches=False`."
             )
         base = world_size + 1
-        known = list(itertools.takewhile(lambda each: each < base**2, steps[: word.size]))
-        holders = [each % base for each in known]
-        failed_at = next((number for number, each in enumerate(known) if each >= base), None)
-        if word.number == self._first and failed_at is None and 0 < holders[0] < world_size:
+        known = itertools.takewhile(lambda each: each < self._unknown, sums)
+        heard = [Heard(each % base, each // base % base, each // base**2) for each in known]
+        first = heard[0]
+        if word.number == self._first and not first.failed and 0 < first.own < world_size:
             empty = [rank for rank, text in reports(word.number) if text == "empty"]
             if empty:
                 self._open = False
                 full = next(rank for rank in range(world_size) if rank not in empty)
                 raise ValueError(empty_message(self._loader, empty, full))
-        if grow == world_size and word.size == self.size < _LONGEST:
-            self.size *= _FACTOR
-        return holders, failed_at
+        if shrink:
+            self.size = max(1, self.size // _FACTOR)
+        elif grow == world_size:
+            self.size = min(LONGEST, self.size * _FACTOR)
+        return heard
 
     def failure(self, word: Word) -> RuntimeError:
         """Make the error of a rank that cannot go on because of what others have said of themselves."""
@@ -249,28 +267,36 @@ class Turn:
                 f"{self._loader}: a rank has gone before the ranks could agree on the next step. Its own output says why."
             ) from error
 
-    def _would_grow(self, weight: float) -> bool:
+    def _change(self, weight: float) -> int:
+        """Whether this rank would speak of more steps at once, 1, or of fewer, -1."""
         now = time.perf_counter()
         if self._num_ahead:
             self._num_ahead -= 1
             self._since = now - self._pace.seconds
-            return False
+            return 0
         self._num_words += 1
         if self._num_words <= _PATIENCE // self.size:
-            return False
-        is_soon = now - self._since < _SOON * self._num_words
+            return 0
+        seconds = (now - self._since) / self._num_words
         self._num_words, self._since = 0, now
-        return is_soon and 3 * self.size * _FACTOR * weight <= MOST_BYTES
+        if seconds > _LATE:
+            return -1
+        return int(seconds < _SOON and 3 * self.size * _FACTOR * weight <= MOST_BYTES)
 
-    def _send(self, steps: Sequence[int] = (), leaves: bool = False, grows: bool = False) -> Word:
+    def _mark(self) -> int:
+        # The ranks change their size together, so if one has another it is out of step.
+        return self._pass + self._TURNS * self.size
+
+    def _send(self, steps: Sequence[int] = (), leaves: bool = False, changes: int = 0) -> Word:
         number = self._channel.num_words
         self._channel.num_words += 1
         if self._first is None:
             self._first = number
         # Equally many integers in every word, so that ranks which are not in the same pass can hear that they are not.
-        entries = [int(leaves), self._mark, int(grows), *steps]
-        sums = torch.tensor(entries + [0] * (3 + _LONGEST - len(entries)))
-        return Word(number, len(steps), sums, dist.all_reduce(sums, group=self._channel.group, async_op=True))
+        steps = [*steps, *[0] * (LONGEST - len(steps))]
+        header = [int(leaves), self._mark(), int(changes > 0), int(changes < 0)]
+        sums = torch.tensor([*header, *steps])
+        return Word(number, sums, dist.all_reduce(sums, group=self._channel.group, async_op=True))
 
 
 def _reason(error: Exception | None) -> str:

@@ -7,6 +7,10 @@ settled beforehand; and `together`, where the ranks find out with every step whe
 
 from __future__ import annotations
 
+import copy
+import itertools
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +18,7 @@ import torch
 
 from .agreement import Plan
 from .batches import weight_of
-from .channel import MOST_BYTES, Channel, Pace, Turn, Word
+from .channel import LONGEST, MOST_BYTES, Channel, Has, Heard, Pace, Turn, Word
 from .epochs import OwnEpochs
 from .skipping import Pass
 
@@ -84,6 +88,7 @@ class Source:
         - **start** (`int`) -- As above.
         - **ended** (`bool`) -- Whether the rank's own pass has come to its end.
         - **end_state** (`Any`) -- The loader's own state then, if it keeps one.
+        - **num_own** (`int`) -- How many batches of the rank's own pass have been read, or lie before what is read.
         - **epochs_before** (`list[int]`) -- As above.
         - **skipped_samples** (`int`) -- How many samples the steps that are skipped here hold, known with the first
           batch.
@@ -109,7 +114,7 @@ class Source:
         self._read_state = read_state
         self._begin_order = begin_order
         self._on_pass = on_pass or (lambda: None)
-        self._num_own, self.ended = mark.batches, mark.in_replay
+        self.num_own, self.ended = mark.batches, mark.in_replay
         self.end_state = None
         # What lies between the step at which the loader was left and the one at which to begin.
         self._num_to_skip = self.start - step
@@ -142,7 +147,7 @@ class Source:
                 self._own = iter(opened)
                 batch = next(self._own, _NOTHING)
             self._epochs_in = self._epochs.read()
-            self._num_own += opened.skipped_batches
+            self.num_own += opened.skipped_batches
             self._num_replayed = self._num_to_skip - opened.skipped_batches
             self.skipped_samples = opened.skipped_samples
         else:
@@ -150,13 +155,13 @@ class Source:
         if batch is _NOTHING:
             self.ended, self.end_state = True, self._state()
             return None
-        self._num_own = number = self._num_own + 1
-        return batch, (number, False, None if self._read_state is None else self._read_state())
+        self.num_own = number = self.num_own + 1
+        return batch, (number, False, None if self._read_state is None else self._state())
 
     def replay(self) -> tuple[Any, Mark]:
         """Read the next batch of a replay, beginning anew as often as needed."""
         if self.own() is not None:
-            raise RuntimeError(f"The loader was to yield {self._num_own - 1} batches, but it yields more.")
+            raise RuntimeError(f"The loader was to yield {self.num_own - 1} batches, but it yields more.")
         if self._replays is None and self._goes_on_in_replay:
             # The loader was left in the middle of a replay and goes on there by itself. Some loaders do not go on from
             # the end of their own pass, but begin the next one, so that is where a replay begins.
@@ -167,11 +172,12 @@ class Source:
                 self._next_replay()
         elif self._replays is None:
             self._epochs.write(self.epochs_before)
-            self._replays = iter(self._pass(self._num_replayed % max(1, self._num_own)))
-        return self._next_replay(), Mark(self._num_own, True, self._state())
+            self._replays = iter(self._pass(self._num_replayed % max(1, self.num_own)))
+        return self._next_replay(), Mark(self.num_own, True, self._state())
 
     def _state(self) -> Any:
-        return None if self._read_state is None else self._read_state()
+        # A copy, since batches are read ahead: some return what they go on to change.
+        return None if self._read_state is None else copy.deepcopy(self._read_state())
 
     def _next_replay(self) -> Any:
         batch = next(self._replays, _NOTHING)
@@ -186,7 +192,7 @@ class Source:
         self._epochs.write(self._epochs_in)
         if batch is _NOTHING:
             raise RuntimeError(
-                f"The loader has yielded {self._num_own} batches and yields none when it is iterated again, so there "
+                f"The loader has yielded {self.num_own} batches and yields none when it is iterated again, so there "
                 "is nothing to repeat while other ranks go on. Give it an `__iter__` that starts anew, or pass "
                 "`even_batches=False` and train under `join_uneven_inputs`."
             )
@@ -201,7 +207,7 @@ class Source:
     @property
     def is_empty(self) -> bool:
         """Whether the rank's own pass has come to its end without a single batch."""
-        return self.ended and self._num_own == 0
+        return self.ended and self.num_own == 0
 
 
 def alone(source: Source) -> Iterator[Step]:
@@ -267,7 +273,9 @@ def together(
     trains on one block, the word about the next is on its way, and the one behind that is read, a batch with every
     step. So nobody waits for a word, and up to three blocks are held, of one batch or of few bytes.
 
-    A batch that cannot be read is an error when its step comes, on all ranks at once, and not before.
+    A step for which some rank has no batch left is spoken of twice: with the first word the ranks hear that it will be
+    taken, so those without a batch read one that they repeat, and with the second that all have one in hand. So a batch
+    that cannot be read, whichever it is, is an error when its step comes, on all ranks at once, and not before.
 
     Args:
         source ([`Source`]): The rank's batches.
@@ -286,35 +294,39 @@ def together(
     """
     world_size = channel.world_size
     turn = channel.begin(loader, pace)
-    ahead = _Ahead(source, turn, lambda holders: holders == world_size if drop_last else holders > 0)
+    ahead = _Ahead(source, turn, world_size, drop_last)
     try:
         num_steps = 0
         block: _Block | None = ahead.next_block()
         while block is not None:
             upcoming = None
-            for number, step in enumerate(block.steps):
+            for heard in block.heard:
+                # Nothing here holds on to a batch that has been yielded.
+                batch, mark, _ = block.batches.popleft()
                 num_steps += 1
-                missing = world_size - block.holders[number]
-                if missing:
+                is_last, is_replay = False, mark[1]
+                if heard.own < world_size:
                     say(
-                        f"{missing} of {world_size} ranks have no batch left for step {num_steps} of this pass, so "
-                        "they repeat theirs from the beginning until the last has ended"
+                        f"{world_size - heard.own} of {world_size} ranks have no batch left for step {num_steps} of "
+                        "this pass, so they repeat theirs from the beginning until the last has ended"
                     )
-                if number + 1 < len(block.steps):
+                if block.batches:
                     ahead.read()
                 else:
                     if not block.is_final:
                         upcoming = ahead.next_block()
                     ending = block if upcoming is None else upcoming
-                    if ending.failure is None and (upcoming is None or not upcoming.steps):
-                        step = step._replace(is_last=True)
-                        missing = world_size - ending.holders[-1]
-                        if missing < world_size:
+                    if ending.failure is None and (upcoming is None or not upcoming.batches):
+                        is_last = True
+                        if ending.holders:
                             say(
-                                f"{missing} of {world_size} ranks have no batch left after {num_steps} steps, so all "
-                                "stop, because of `drop_last=True`"
+                                f"{world_size - ending.holders} of {world_size} ranks have no batch left after "
+                                f"{num_steps} steps, so all stop, because of `drop_last=True`"
                             )
-                yield step
+                # The batch behind it has been read or looked for.
+                ends_own = source.ended and not is_replay and mark[0] == source.num_own
+                yield batch, is_last, is_replay, ends_own, mark
+                del batch
             if block.failure is not None:
                 raise block.failure
             block = upcoming
@@ -326,108 +338,130 @@ def together(
         turn.leave()
 
 
-class _Block(NamedTuple):
-    """
-    Steps on which the ranks have agreed.
-
-    Args:
-        steps (`list[Step]`): The steps to take.
-        holders (`list[int]`):
-            How many ranks have a batch of their own for each of them, and for the one that would follow, if none does.
-        is_final (`bool`): Whether no step follows.
-        failure (`Exception` or `None`): Why, if it is because a rank cannot go on.
-    """
-
-    steps: list[Step]
-    holders: list[int]
-    is_final: bool
-    failure: Exception | None
-
-
 class _Read(NamedTuple):
-    """A batch that has been read, where the loader is behind it, and how many bytes it takes."""
+    """A batch that has been read, where the loader is behind it, and how many bytes both take."""
 
     batch: Any
     mark: tuple
     weight: float
 
 
+class _Block(NamedTuple):
+    """
+    Steps on which the ranks have agreed.
+
+    Args:
+        batches (`deque[_Read]`): The batches of the steps to take.
+        heard (`list[Heard]`): What the ranks have for each of them.
+        is_final (`bool`): Whether no step follows.
+        holders (`int`): How many ranks have a batch of their own for the one that would follow, if none does.
+        failure (`Exception` or `None`): Why none does, if it is because a rank cannot go on.
+    """
+
+    batches: deque[_Read]
+    heard: list[Heard]
+    is_final: bool
+    holders: int
+    failure: Exception | None
+
+
 class _Ahead:
     """What a rank has read ahead of its steps, and what it has told the others of that."""
 
-    def __init__(self, source: Source, turn: Turn, takes_place: Callable[[int], bool]):
+    def __init__(self, source: Source, turn: Turn, world_size: int, drop_last: bool):
         self._source = source
         self._turn = turn
-        self._takes_place = takes_place
-        # What has been read: of which nothing has been said, of which the word is on its way, of which all have heard.
-        # `None` stands behind the end, and `_FAILED` for a batch that could not be read.
+        self._world_size = world_size
+        self._fewest_holders = world_size if drop_last else 1
+        # What has been read, of which nothing has been said, and of which the word is on its way. `None` stands behind
+        # the end, and `_FAILED` for a batch that could not be read.
         self._unsaid: list[Any] = []
         self._said: list[Any] = []
-        self._heard: list[Any] = []
-        self._weight = 0.0  # of all of it
-        self._last_weight = 0.0
+        # How many of the next steps to speak of will be taken, though some rank has no batch of its own for them.
+        self._num_agreed = 0
+        self._weight = self._block_weight = self._last_weight = 0.0  # of all that is held, of the block, of a batch
         self._word: Word | None = None
         self._error: Exception | None = None
+
+    @property
+    def _limit(self) -> int:
+        return min(LONGEST, self._turn.size + self._num_agreed)
 
     def read(self) -> bool:
         """Read one more batch of the block of which nothing has been said, unless it is complete."""
         # The first of a block is always read, and as many with it as there is memory for, if they weigh as the last did.
-        if len(self._unsaid) >= self._turn.size or (self._unsaid and self._weight + self._last_weight > MOST_BYTES):
+        is_heavy = bool(self._unsaid) and self._weight + self._last_weight > MOST_BYTES
+        if is_heavy or len(self._unsaid) >= self._limit or self._error is not None:
             return False
         entry: Any = None
-        if self._error is None:
-            try:
-                own = self._source.own()
-                if own is not None:
-                    # One of which nothing is known is as much as may be held.
-                    self._last_weight = min(weight_of(own[0]), MOST_BYTES + 1.0)
-                    self._weight += self._last_weight
-                    entry = _Read(*own, self._last_weight)
-            except Exception as error:
-                # Its step has not come yet, and the other ranks count on those before it.
-                entry, self._error = _FAILED, error
+        try:
+            read = self._source.own()
+            if read is None and len(self._unsaid) < self._num_agreed:
+                read = self._source.replay()
+            if read is not None:
+                # One of which nothing is known is as much as may be held.
+                state = read[1][2]
+                weight = weight_of(read[0]) + (0 if state is None else weight_of(state))
+                self._last_weight = min(weight, MOST_BYTES + 1.0)
+                self._weight += self._last_weight
+                entry = _Read(*read, self._last_weight)
+        except Exception as error:
+            # Its step has not come yet, and the other ranks count on those before it.
+            entry, self._error = _FAILED, error
         self._unsaid.append(entry)
         return True
 
     def next_block(self) -> _Block:
         """Wait for the word of all ranks about the next block, and say something about the one behind it."""
+        # All of the last one have been yielded, or are about to be.
+        self._weight -= self._block_weight
         if self._word is None:
             self._say()
-        holders, failed_at = self._turn.hear(self._word)
-        # The block is no longer than what every rank has read of it.
-        own, self._unsaid = self._said[: len(holders)], self._said[len(holders) :] + self._unsaid
-        taken = 0
-        while taken < len(own) and taken != failed_at and self._takes_place(holders[taken]):
-            taken += 1
-        # Before the next word is said, for if there is nothing to repeat, that is what the others have to hear.
-        in_hand = [(*each[:2], False) if each is not None else (*self._source.replay(), True) for each in own[:taken]]
-        self._weight -= sum(each.weight for each in self._heard if isinstance(each, _Read))
-        self._heard = own
-        failure, is_final = None, taken < len(own)
-        if is_final:
-            self._turn.end()
-            if taken == failed_at:
-                failure = self._error if any(each is _FAILED for each in own) else self._turn.failure(self._word)
-        else:
-            self._say()
-            own = [*own, self._said[0]]
-        steps = [
-            Step(batch, False, is_replay, not is_replay and own[number + 1] is None, mark)
-            for number, (batch, mark, is_replay) in enumerate(in_hand)
-        ]
-        return _Block(steps, holders[: taken + 1], is_final, failure)
+        taken, is_final = 0, False
+        while not taken and not is_final:
+            heard = self._turn.hear(self._word)
+            taken, is_final = self._settle(heard)
+            said, self._said = self._said, []
+            block = said[:taken]
+            # Where this rank has come to its end, it has to look again whether it repeats a batch.
+            self._unsaid = [each for each in said[taken:] + self._unsaid if each is not None]
+            failure = None
+            if is_final:
+                self._turn.end()
+                if heard[taken].failed:
+                    failure = self._error if said[taken] is _FAILED else self._turn.failure(self._word)
+            else:
+                self._say()
+        self._block_weight = sum(each.weight for each in block)
+        return _Block(deque(block), heard[:taken], is_final, heard[taken].own if is_final else 0, failure)
+
+    def _settle(self, heard: list[Heard]) -> tuple[int, bool]:
+        """How many steps are taken now, and whether none follows."""
+        goes_on = list(itertools.takewhile(lambda each: not each.failed and each.own >= self._fewest_holders, heard))
+        taken = sum(1 for _ in itertools.takewhile(lambda each: each.own + each.replays == self._world_size, goes_on))
+        is_final = taken == len(goes_on) < len(heard)
+        self._num_agreed = max(len(goes_on), self._num_agreed) - taken
+        return taken, is_final
 
     def _say(self) -> None:
-        while self.read():
+        since = time.perf_counter()
+        while self.read() and time.perf_counter() - since < self._turn.seconds:
             pass
-        self._said, self._unsaid = self._unsaid[: self._turn.size], self._unsaid[self._turn.size :]
+        self._said, self._unsaid = self._unsaid[: self._limit], self._unsaid[self._limit :]
         self._word = self._turn.say(
-            [isinstance(each, _Read) for each in self._said],
-            failed_at=next((number for number, each in enumerate(self._said) if each is _FAILED), None),
+            [self._has(each) for each in self._said],
             error=self._error,
             is_empty=self._source.is_empty,
             weight=self._last_weight,
         )
+
+    @staticmethod
+    def _has(entry: Any) -> Has:
+        if entry is None:
+            return Has.NOTHING
+        if entry is _FAILED:
+            return Has.FAILED
+        return Has.REPLAY if entry.mark[1] else Has.OWN
 
     def close(self) -> None:
         """Let go of an error, which holds on to all that was there when it was raised."""
