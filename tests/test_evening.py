@@ -285,8 +285,7 @@ def test_a_replay_that_cannot_be_read(counts, at, patience):
     per_rank = run(len(counts), pass_with_a_failing_replay, counts, at, patience, timeout=30.0)
     own = [batches_of(items_of(rank, 2 * count)) for rank, count in enumerate(counts)]
     expected = expected_steps(own, True, False)
-    # The first rank has taken so many steps until then, and so have all others. It has none to repeat a batch in
-    # between: the first has the fewest.
+    # All ranks take the steps for which the first, which has the fewest batches, has one or can repeat one.
     until = counts[0] + at
     fails = until < max(counts)
     for rank, ((first, *others), size) in enumerate(per_rank):
@@ -298,7 +297,7 @@ def test_a_replay_that_cannot_be_read(counts, at, patience):
         assert steps == expected[rank][:until]
         assert error[1] == "the disk is full" if rank == 0 else "rank 0 raised OSError: the disk is full" in error[1]
         # The ranks go on in step.
-        for number, (error, steps) in enumerate(others):
+        for error, steps in others:
             assert error is None
             assert steps == expected[rank]
         assert size == per_rank[0][1]

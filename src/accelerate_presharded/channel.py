@@ -140,7 +140,7 @@ class Turn:
         self._open = True
         self._first: int | None = None
         # What a rank has for a step is one digit of a number, so that the sum over all ranks counts each of them.
-        base = channel.world_size + 1
+        self._base = base = channel.world_size + 1
         self._digits = {Has.NOTHING: 0, Has.OWN: 1, Has.REPLAY: base, Has.FAILED: base**2}
         self._unknown = base**3
         # Those are not timed.
@@ -237,7 +237,7 @@ class Turn:
                 f"{self._loader}: the ranks are not in the same pass, so a rank must have left its loop early while "
                 "others went on. Leave it on all ranks at the same step, or pass `even_batches=False`."
             )
-        base = world_size + 1
+        base = self._base
         known = itertools.takewhile(lambda each: each < self._unknown, sums)
         heard = [Heard(each % base, each // base % base, each // base**2) for each in known]
         first = heard[0]
@@ -287,13 +287,12 @@ class Turn:
         # The ranks change their size together, so if one has another it is out of step.
         return self._pass + self._TURNS * self.size
 
-    def _send(self, steps: Sequence[int] = (), leaves: bool = False, changes: int = 0) -> Word:
+    def _send(self, steps: Sequence[int] = (0,) * LONGEST, leaves: bool = False, changes: int = 0) -> Word:
         number = self._channel.num_words
         self._channel.num_words += 1
         if self._first is None:
             self._first = number
         # Equally many integers in every word, so that ranks which are not in the same pass can hear that they are not.
-        steps = [*steps, *[0] * (LONGEST - len(steps))]
         header = [int(leaves), self._mark(), int(changes > 0), int(changes < 0)]
         sums = torch.tensor([*header, *steps])
         return Word(number, sums, dist.all_reduce(sums, group=self._channel.group, async_op=True))

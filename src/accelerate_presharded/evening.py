@@ -132,8 +132,8 @@ class Source:
         """
         Read the next batch of the rank's own pass, and the fields of a [`Mark`]; `None` when there is none left.
 
-        The fields and not a `Mark`, and steps without their names in `alone` and `counted`: once a batch, names cost as
-        much as all the rest.
+        The fields and not a `Mark`, and steps without their names in what follows: once a batch, names cost as much as
+        all the rest.
         """
         if self.ended:
             return None
@@ -156,7 +156,7 @@ class Source:
             self.ended, self.end_state = True, self._state()
             return None
         self.num_own = number = self.num_own + 1
-        return batch, (number, False, None if self._read_state is None else self._state())
+        return batch, (number, False, self._state())
 
     def replay(self) -> tuple[Any, Mark]:
         """Read the next batch of a replay, beginning anew as often as needed."""
